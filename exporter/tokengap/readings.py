@@ -1,0 +1,160 @@
+"""What was read in one beat: values, when they were taken on our own monotonic clock, or why there are none.
+
+Everything the join may know stands here, *now* included; it has no other input. Values are data only: no methods that
+read, no handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokengap.topology import Topology
+
+T = TypeVar("T")
+
+#: In an integer column of a socket table: the kernel did not tell (an older ``tcp_info``, or a fallback source).
+UNKNOWN = -1
+
+# States of include/net/tcp_states.h
+ESTABLISHED, FIN_WAIT1, CLOSE, CLOSE_WAIT, LISTEN = 1, 4, 7, 8, 10
+
+# Timers of include/linux/inet_diag.h (idiag_timer)
+TIMER_NONE, TIMER_RETRANSMIT, TIMER_KEEPALIVE, TIMER_TIMEWAIT, TIMER_PROBE = 0, 1, 2, 3, 4
+
+#: One TCP socket, as ``struct inet_diag_msg`` and ``struct tcp_info`` give it, in host byte order.
+#:
+#: Addresses are IPv6, two 64-bit halves, IPv4 as ``::ffff:a.b.c.d``, so that one comparison serves both families and
+#: dual-stack listeners. ``cookie`` is the socket's identity for its life (for fallbacks: its inode). Times are
+#: milliseconds before the snapshot, sizes are bytes, :data:`UNKNOWN` where not told.
+SOCKET = np.dtype(
+    [
+        ("cookie", "u8"),
+        ("inode", "u8"),
+        ("src_hi", "u8"),
+        ("src_lo", "u8"),
+        ("dst_hi", "u8"),
+        ("dst_lo", "u8"),
+        ("sport", "u2"),
+        ("dport", "u2"),
+        ("state", "u1"),
+        ("timer", "u1"),
+        ("retransmits", "i8"),
+        ("backoff", "i8"),
+        ("unacked", "i8"),
+        ("rto_us", "i8"),
+        ("rqueue", "i8"),  # received and not yet read by the process; an unread FIN counts as 1
+        ("wqueue", "i8"),  # written and not yet acknowledged by the peer
+        ("notsent", "i8"),
+        ("last_data_sent", "i8"),
+        ("last_data_recv", "i8"),
+        ("last_ack_recv", "i8"),
+        ("bytes_sent", "i8"),
+        ("bytes_acked", "i8"),  # one too many on sockets that connected (the SYN)
+        ("bytes_received", "i8"),  # one too many once the peer sent its FIN
+        ("rwnd_limited_us", "i8"),  # time spent with a closed receive window
+    ]
+)
+
+#: Rows of :data:`SOCKET`.
+SocketTable: TypeAlias = NDArray[Any]
+
+
+def no_sockets() -> SocketTable:
+    """Return a table without rows."""
+    return np.zeros(0, dtype=SOCKET)
+
+
+@dataclass(frozen=True, slots=True)
+class SocketSnapshot:
+    """The sockets of the watched ports at one instant.
+
+    ``open`` are sockets in ESTABLISHED, CLOSE-WAIT and FIN-WAIT-1. ``closed`` are those that were destroyed since the
+    snapshot before, with their final counters; empty where ``events`` is False. ``way`` says what served. ``lost``
+    counts, since start, how often the kernel dropped destroy events because we were slow (ENOBUFS).
+    """
+
+    open: SocketTable
+    closed: SocketTable = field(default_factory=no_sockets)
+    way: Literal["sock_diag", "proc", "psutil"] = "sock_diag"
+    events: bool = False
+    lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePage:
+    """The families of one engine page that the join needs, summed over data-parallel ranks.
+
+    None means: not on the page. ``finished`` counts finished requests of all reasons but abort (never shown for
+    clients that leave: vLLM issues 31503, 55634); ``finished_tokens`` is ``request_generation_tokens_sum``. ``kv_usage``
+    is the highest of the ranks, 0 to 1. ``asleep`` is True when ``engine_sleep_state`` says anything but awake.
+    ``created`` is the newest ``_created`` of the token counter: the start time where ``process_start_time_seconds`` is
+    not shown. ``skipped`` counts lines that were left out, by reason.
+    """
+
+    running: float | None = None
+    waiting: float | None = None
+    generation_tokens: float | None = None
+    prompt_tokens: float | None = None
+    steps: float | None = None
+    step_tokens: float | None = None
+    preemptions: float | None = None
+    finished: float | None = None
+    finished_tokens: float | None = None
+    kv_usage: float | None = None
+    asleep: bool | None = None
+    start_time: float | None = None
+    created: float | None = None
+    models: tuple[str, ...] = ()
+    ranks: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTable:
+    """What the process table of this host says about the topology. Refreshed rarely.
+
+    ``owners`` answers the questions of the join: for an asked socket inode the hop whose processes hold it, or ``""``
+    when another process does, or nobody known does; an inode is missing while it is not answered (no permission).
+    ``slots`` is ``--max-num-seqs`` times data-parallel size from an engine's command line, by engine name, where it
+    stands there.
+    """
+
+    owners: Mapping[int, str] = field(default_factory=dict)
+    slots: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Generic[T]):
+    """One source's answer in one beat, or why there is none.
+
+    ``at`` is when the value was taken (monotonic seconds), ``took`` how long reading lasted. Exactly one of ``value``
+    and ``error`` is set. ``refused`` tells a dead peer (connection refused) from a failing read.
+    """
+
+    at: float
+    took: float = 0.0
+    value: T | None = None
+    error: str | None = None
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Everything read in one beat.
+
+    ``at`` is *now*, monotonic; ``wall`` the same instant as Unix time, for people and timestamps only. ``late`` is True
+    when this beat came more than half an interval after it was due (a suspended process, a starved host).
+    """
+
+    at: float
+    wall: float
+    topology: Topology
+    sockets: Reading[SocketSnapshot]
+    engines: Mapping[str, Reading[EnginePage]]
+    processes: Reading[ProcessTable]
+    late: bool = False

@@ -1,0 +1,138 @@
+"""What the join knows after a beat. Frozen data; the series, the pages and the JSON are read from it and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Client: TypeAlias = Literal["connected", "stalled", "vanished", "gone"]
+#: Client states in the order of their codes in :data:`STREAM`.
+CLIENTS: tuple[Client, ...] = ("connected", "stalled", "vanished", "gone")
+
+EngineState: TypeAlias = Literal["busy", "idle", "stuck", "restarted", "dead", "blind", "sleeping"]
+ENGINE_STATES: tuple[EngineState, ...] = ("busy", "idle", "stuck", "restarted", "dead", "blind", "sleeping")
+
+Ending: TypeAlias = Literal["completed", "cancelled", "orphaned", "failed"]
+ENDINGS: tuple[Ending, ...] = ("completed", "cancelled", "orphaned", "failed")
+
+#: Upper bounds of the stream-age distribution, seconds. 6 and 8 are the default age cut and deadline.
+AGE_BOUNDS: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
+
+#: One stream in flight at one hop, for the per-stream JSON and page.
+STREAM = np.dtype(
+    [
+        ("id", "i8"),
+        ("engine", "i4"),  # index into View.engines; -1 not known (queued inside the proxy)
+        ("hop", "i4"),  # index into View.hop_names
+        ("client", "i1"),  # index into CLIENTS: the state of the client at the outermost hop seen
+        ("leaks_at", "i4"),  # index into View.hop_names of the hop that holds on to a gone client; -1 none
+        ("age", "f8"),  # seconds since the request
+        ("first_byte", "?"),  # an answer has begun
+        ("tokens", "f8"),
+        ("useful", "f8"),
+        ("orphaned", "f8"),
+        ("slack", "f8"),  # deadline minus time waited; NaN once the first byte came or the class has no deadline
+        ("src_hi", "u8"),  # the client's address, as in readings.SOCKET
+        ("src_lo", "u8"),
+        ("port", "u2"),
+    ]
+)
+#: Rows of :data:`STREAM`.
+StreamTable: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceView:
+    """One source after a beat: up or not, how long it took, and in words what serves or what is wrong."""
+
+    source: str  # sockets, engine, processes
+    target: str  # the engine's name; empty for sources of which there is one
+    up: bool
+    seconds: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamGroup:
+    """Streams in flight at a hop towards an engine, with one client state. ``ages`` counts per AGE_BOUNDS, then above."""
+
+    engine: str
+    hop: str
+    client: Client
+    count: int
+    ages: tuple[int, ...]
+    age_sum: float
+    age_max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The ledger of one engine since the exporter started: ``out = useful + orphaned + pending + unattributed``."""
+
+    out: float = 0.0
+    useful: float = 0.0
+    orphaned: Mapping[str, float] = field(default_factory=dict)  # by the hop that leaks
+    pending: float = 0.0
+    unattributed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine after a beat. None: not known in this beat, and not published."""
+
+    name: str
+    url: str
+    models: tuple[str, ...]
+    state: EngineState
+    evidence: str
+    tokens: Tokens
+    running: float | None
+    waiting: float | None
+    slots: float | None
+    slots_from: Literal["settings", "commandline", "observed"] | None
+    queue_age: float | None
+    queue_age_from: Literal["sockets", "curve"] | None
+    slack: Mapping[str, float]  # by class
+    coverage: float | None
+    open_streams: int
+    progress_age: float | None
+    restarts: int
+    ghost_steps: float
+    breach_seconds: float
+    skipped: Mapping[str, int]
+
+    @property
+    def utilization(self) -> float | None:
+        """Running sequences over slots, None when either is not known."""
+        if self.running is None or not self.slots:
+            return None
+        return self.running / self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything known after a beat.
+
+    ``hop_names`` are the configured hops, outermost first, and last ``engine``. ``endings`` counts ended streams since
+    start by (engine, hop, ending). ``accounting`` is ``exact`` while the kernel tells the final counters of closing
+    sockets, ``beat`` when up to one beat of a closing socket is missed, ``state`` when a fallback tells no bytes at all.
+    """
+
+    at: float
+    wall: float
+    beats: int
+    late_beats: int
+    degraded_beats: int
+    interval: float
+    accounting: Literal["exact", "beat", "state", "none"]
+    events_lost: int
+    sources: tuple[SourceView, ...]
+    engines: tuple[EngineView, ...]
+    hop_names: tuple[str, ...]
+    groups: tuple[StreamGroup, ...]
+    endings: Mapping[tuple[str, str, Ending], int]
+    streams: StreamTable
