@@ -90,10 +90,11 @@ class EnginePage:
     """The families of one engine page that the join needs, summed over data-parallel ranks.
 
     None means: not on the page. ``finished`` counts finished requests of all reasons but abort (never shown for
-    clients that leave: vLLM issues 31503, 55634); ``finished_tokens`` is ``request_generation_tokens_sum``. ``kv_usage``
-    is the highest of the ranks, 0 to 1. ``asleep`` is True when ``engine_sleep_state`` says anything but awake.
-    ``created`` is the newest ``_created`` of the token counter: the start time where ``process_start_time_seconds`` is
-    not shown. ``skipped`` counts lines that were left out, by reason.
+    clients that leave: vLLM issues 31503, 55634); ``finished_tokens`` is ``request_generation_tokens_sum``.
+    ``steps`` and ``step_tokens`` are ``iteration_tokens_total_count`` and ``_sum``. ``kv_usage`` is the highest of the
+    ranks, 0 to 1. ``asleep`` is True when ``engine_sleep_state`` says anything but awake. ``created`` is the newest
+    ``_created`` of the token counter: the start time where ``process_start_time_seconds`` is not shown. ``skipped``
+    counts lines that were left out, by reason.
     """
 
     running: float | None = None

@@ -1,4 +1,4 @@
-"""What the join knows after a beat. Frozen data; the series, the pages and the JSON are read from it and nothing else."""
+"""What the join knows after a beat. Frozen data; series, pages and JSON are read from it and from nothing else."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SourceView:
 
 @dataclass(frozen=True, slots=True)
 class StreamGroup:
-    """Streams in flight at a hop towards an engine, with one client state. ``ages`` counts per AGE_BOUNDS, then above."""
+    """Streams in flight at a hop towards an engine, with one client state. ``ages``: per AGE_BOUNDS, then above."""
 
     engine: str
     hop: str
@@ -119,7 +119,8 @@ class View:
 
     ``hop_names`` are the configured hops, outermost first, and last ``engine``. ``endings`` counts ended streams since
     start by (engine, hop, ending). ``accounting`` is ``exact`` while the kernel tells the final counters of closing
-    sockets, ``beat`` when up to one beat of a closing socket is missed, ``state`` when a fallback tells no bytes at all.
+    sockets, ``beat`` when up to one beat of a closing socket is missed, ``state`` when a fallback tells no bytes at
+    all, ``none`` when no sockets could be read.
     """
 
     at: float

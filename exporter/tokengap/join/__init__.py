@@ -1,0 +1,1 @@
+"""JOIN: pure. No clock, no I/O, no async: ``step(state, readings) -> (state, view)``."""

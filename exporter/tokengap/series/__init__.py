@@ -1,0 +1,1 @@
+"""NAME: pure, view to samples. The only place with series names."""

@@ -1,0 +1,1 @@
+"""SERVE: /metrics, JSON, health and the landing page."""
