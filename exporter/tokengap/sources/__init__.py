@@ -1,1 +1,1 @@
-"""READ: one file a system, the only I/O. Each source returns a value of :mod:`tokengap.readings` or raises SourceError."""
+"""READ: one file a system, the only I/O. A source returns a value of :mod:`tokengap.readings` or raises SourceError."""
