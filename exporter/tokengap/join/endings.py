@@ -1,0 +1,153 @@
+"""How streams end, and which requests an engine runs on although their socket is gone.
+
+The kernel shows that a stream ended, not how. Two things settle it: whether the client was still there, and how many
+requests the engine says it finished (it counts those that ran to their end, and never those that were aborted).
+
+====================================  =========================  ================================================
+the client, when the stream ended     the engine                 counted as
+====================================  =========================  ================================================
+there                                 answered                   completed
+there                                 died, or never answered    failed
+left before                           finished one               orphaned: it ran to its end for nobody
+left in the same beat, served         finished one               completed: it had everything and closed
+left                                  finished none              cancelled, once the engine has dropped it
+left                                  still runs it              in limbo: the engine's own leak
+in limbo                              finished one               orphaned, at the hop "engine"
+====================================  =========================  ================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokengap.join.client import VANISHED
+from tokengap.join.ledger import Owned
+from tokengap.readings import EnginePage
+from tokengap.view import Ending
+
+#: What may be unacknowledged of a whole answer when both its sockets close within one beat: its last chunk, and what
+#: re-framing makes of the difference.
+TAIL_BYTES, TAIL_SHARE = 1024, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """What is remembered of one engine between beats.
+
+    ``limbo``: for each request whose socket closed before its end, oldest first, the hop it had entered at, and when.
+    ``excess``: how many more requests than streams the engine had in the beat before; ``usual``: how many more it had
+    while nothing was in limbo (traffic that this exporter cannot see). ``finished``: the engine's own count when last
+    read; ``spare``: what it finished and no stream has accounted for, of one beat. ``count``: endings since start by
+    hop index.
+    """
+
+    limbo: tuple[tuple[int, float], ...] = ()
+    excess: float = 0.0
+    usual: float = 0.0
+    finished: float | None = None
+    spare: int = 0
+    count: Mapping[tuple[int, Ending], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """Requests an engine has without a stream: ``leaked`` lost their socket as we looked, ``unseen`` never had one."""
+
+    leaked: float
+    unseen: float
+
+
+def excess(fates: Fates, page: EnginePage, streams: Owned, at: float) -> tuple[Fates, Excess]:
+    """Compare what the engine has with the streams in flight towards it.
+
+    What may have leaked is limited by the requests that we saw lose their socket before their end. Of the rest, only
+    what lasts two beats counts: the page is read after the sockets and may know of a request that they do not.
+    """
+    if page.running is None and page.waiting is None:
+        return fates, Excess(0.0, 0.0)
+    seg = streams.segments
+    open_streams = int(np.isnan(seg["ended"]).sum())
+    just_left = int(((seg["ended"] == at) & ~seg["trial"] & (streams.client >= VANISHED)).sum())
+    now = max((page.running or 0.0) + (page.waiting or 0.0) - open_streams, 0.0)
+    lasting = min(now, fates.excess)
+    usual = min(fates.usual, lasting) if fates.limbo or just_left else lasting
+    leaked = min(now - usual, float(len(fates.limbo) + just_left))
+    return replace(fates, excess=now, usual=usual), Excess(leaked, max(lasting - leaked, 0.0))
+
+
+def end(
+    fates: Fates,
+    streams: Owned,
+    page: EnginePage | None,
+    leaked: float,
+    *,
+    died: bool,
+    at: float,
+    beat: float,
+    last: int,
+) -> tuple[Fates, NDArray[np.bool_]]:
+    """Count this beat's endings. Returns also which of the ``streams`` the engine ran to their end with the client
+    there to the last byte: what they are owed was delivered, whatever the closing sockets seemed to say.
+
+    ``died``: the engine refuses connections, or has restarted. ``last``: index of the hop "engine".
+    """
+    seg = streams.segments
+    over = (seg["ended"] == at) & ~seg["trial"]
+    finished = _finished(fates, page)
+    spare = fates.spare + (finished if finished is not None else 0)
+    tally = dict(fates.count)
+
+    def add(hop: int, how: Ending, n: int = 1) -> None:
+        if n:
+            tally[hop, how] = tally.get((hop, how), 0) + n
+
+    there = over & (streams.client >= 0) & (streams.client < VANISHED)
+    unseen = over & (streams.client < 0)
+    left_before = over & (streams.client >= VANISHED) & (seg["gone"] < at)
+    left_now = over & (streams.client >= VANISHED) & ~left_before
+    whole = there & ~np.isnan(seg["answered"]) & ~np.array(died)
+    for i in np.flatnonzero(there):
+        add(int(streams.entered[i]), "completed" if whole[i] else "failed")
+    spare -= int(whole.sum())
+    got_all = seg["behind"] <= np.maximum(TAIL_BYTES, TAIL_SHARE * seg["supply"])
+
+    limbo = list(fates.limbo)
+    order = np.argsort(seg["gone"], kind="stable")
+    for i in [i for i in order if left_before[i]] + [i for i in order if left_now[i]]:
+        entered = int(streams.entered[i])
+        if spare > 0:
+            spare -= 1
+            whole[i] = left_now[i] and got_all[i]
+            add(*((entered, "completed") if whole[i] else (int(streams.leaks_at[i]), "orphaned")))
+        else:
+            limbo.append((entered, at))
+    spare -= int(unseen.sum())
+
+    # In limbo: finished by the engine after all, still there, or dropped.
+    kept: list[tuple[int, float]] = []
+    room = round(leaked)
+    for hop, since in reversed(limbo):  # the youngest are the likeliest to be there still
+        if since >= at or (page is None and at - since < 3 * beat):
+            kept.append((hop, since))
+        elif spare > 0:
+            spare -= 1
+            add(last, "orphaned")
+        elif room > 0:
+            room -= 1
+            kept.append((hop, since))
+        else:
+            add(hop, "cancelled")
+    finished_now = page.finished if page is not None and page.finished is not None else fates.finished
+    spare = max(min(spare, finished or 0), 0)
+    fates = replace(fates, limbo=tuple(reversed(kept)), finished=finished_now, spare=spare, count=tally)
+    return fates, whole
+
+
+def _finished(fates: Fates, page: EnginePage | None) -> int | None:
+    if page is None or page.finished is None or fates.finished is None:
+        return None
+    return int(max(page.finished - fates.finished, 0))

@@ -1,0 +1,437 @@
+"""One beat: take the readings in, update what is remembered, say what is known now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokengap.join import endings, ledger, queue, streams, verdict
+from tokengap.join.client import CONNECTED, VANISHED
+from tokengap.readings import EnginePage, Reading, Readings, SocketSnapshot
+from tokengap.topology import ENGINE_HOP, Engine, Topology
+from tokengap.view import (
+    AGE_BOUNDS,
+    CLIENTS,
+    STREAM,
+    EngineView,
+    SourceView,
+    StreamGroup,
+    StreamTable,
+    View,
+)
+
+#: Streams that ended while their engine's page could not be read and are still owed tokens, at most.
+MOST_OWED = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """What is remembered of one engine between beats."""
+
+    ledger: ledger.Ledger = field(default_factory=ledger.Ledger)
+    fates: endings.Fates = field(default_factory=endings.Fates)
+    curve: queue.Curve = field(default_factory=queue.Curve)
+    verdict: verdict.VerdictState = field(default_factory=verdict.VerdictState)
+    breach: float = 0.0
+    most_running: float | None = None
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything the join remembers. A value: :func:`step` returns a new one and never changes an old one."""
+
+    streams: streams.StreamState
+    engines: Mapping[str, EngineMemory]
+    at: float | None = None
+    beats: int = 0
+    late_beats: int = 0
+    degraded_beats: int = 0
+    events_lost: int = 0
+
+
+def start(topology: Topology) -> State:
+    """Return the state before the first beat."""
+    return State(streams.start(topology), {engine.name: EngineMemory() for engine in topology.engines})
+
+
+def questions(state: State) -> frozenset[int]:
+    """Return the socket inodes whose owner would settle something; :class:`ProcessTable.owners` answers."""
+    return state.streams.questions
+
+
+def step(state: State, readings: Readings) -> tuple[State, View]:
+    """Take one beat's readings in. Returns the new state and what is known after the beat."""
+    topology = readings.topology
+    pages = {name: reading.value for name, reading in readings.engines.items()}
+    snapshot = readings.sockets.value
+    owners = readings.processes.value.owners if readings.processes.value else {}
+    dt = 0.0 if state.at is None else max(readings.at - state.at, 0.0)
+
+    if snapshot is not None:
+        in_engine = {
+            i: page.running + (page.waiting or 0.0)
+            for i, engine in enumerate(topology.engines)
+            if (page := pages.get(engine.name)) is not None and page.running is not None
+        }
+        sockets = readings.sockets
+        stream_state, seen = streams.advance(state.streams, snapshot, sockets.at, in_engine, owners, blur=sockets.took)
+    else:
+        stream_state, seen = state.streams, None
+
+    hop_names = (*(hop.name for hop in topology.hops), ENGINE_HOP)
+    memories: dict[str, EngineMemory] = {}
+    views: list[EngineView] = []
+    credited: dict[int, ledger.Owned] = {}
+    for index, engine in enumerate(topology.engines):
+        memory = state.engines.get(engine.name, EngineMemory())
+        reading = readings.engines.get(engine.name) or Reading(readings.at, error="not read in this beat")
+        memory, view, own = _engine(memory, index, engine, reading, readings, seen, hop_names, dt)
+        memories[engine.name] = memory
+        views.append(view)
+        if own is not None:
+            credited[index] = own
+
+    table = _no_streams()
+    groups: tuple[StreamGroup, ...] = ()
+    if seen is not None:
+        segments = _put_back(seen.segments, credited)
+        stream_state = replace(stream_state, segments=segments[streams.stays(segments)])
+        seen = replace(seen, segments=segments)
+        table, groups = _streams_now(seen, topology, readings)
+
+    lost = snapshot.lost if snapshot is not None else state.events_lost
+    degraded = snapshot is None or lost > state.events_lost or readings.late or None in pages.values()
+    state = State(
+        streams=stream_state,
+        engines=memories,
+        at=readings.at,
+        beats=state.beats + 1,
+        late_beats=state.late_beats + readings.late,
+        degraded_beats=state.degraded_beats + degraded,
+        events_lost=lost,
+    )
+    view_ = View(
+        at=readings.at,
+        wall=readings.wall,
+        beats=state.beats,
+        late_beats=state.late_beats,
+        degraded_beats=state.degraded_beats,
+        interval=topology.interval,
+        accounting=_accounting(snapshot),
+        events_lost=lost,
+        sources=tuple(_sources(readings)),
+        engines=tuple(views),
+        hop_names=hop_names,
+        groups=groups,
+        endings={
+            (engine.name, hop_names[hop], how): n
+            for engine in topology.engines
+            for (hop, how), n in memories[engine.name].fates.count.items()
+        },
+        streams=table,
+    )
+    return state, view_
+
+
+def _engine(
+    memory: EngineMemory,
+    index: int,
+    engine: Engine,
+    reading: Reading[EnginePage],
+    readings: Readings,
+    seen: streams.Streams | None,
+    hop_names: tuple[str, ...],
+    dt: float,
+) -> tuple[EngineMemory, EngineView, ledger.Owned | None]:
+    """Bring one engine up to date: its streams' tokens and endings, its queue, its verdict."""
+    page, limits, at = reading.value, readings.topology.limits, readings.at
+    own = _own(seen, index)
+    flying = own is not None and np.isnan(own.segments["ended"]) & ~own.segments["trial"]
+    open_streams = int(np.sum(flying))
+    flowing = bool(np.any(flying & (own.segments["fresh"] > 0))) if own is not None else False
+
+    judge, judgement = verdict.judge(
+        memory.verdict,
+        at=at,
+        reading=reading,
+        open_streams=open_streams if own is not None else None,
+        open_flowing=flowing,
+        limits=limits,
+    )
+    fates, book = memory.fates, memory.ledger
+    gap = endings.Excess(0.0, 0.0)
+    if page is not None:
+        book = ledger.count(book, page)
+        if own is not None:
+            fates, gap = endings.excess(fates, page, own, readings.sockets.at)
+    if own is not None:
+        died = reading.refused or judgement.state in ("dead", "restarted")
+        fates, whole = endings.end(
+            fates,
+            own,
+            page,
+            gap.leaked,
+            died=died,
+            at=readings.sockets.at,
+            beat=readings.topology.interval,
+            last=len(hop_names) - 1,
+        )
+        own = replace(own, client=np.where(whole, np.int8(CONNECTED), own.client))
+        book = ledger.learn_answers(book, own, readings.sockets.at, readings.topology.interval)
+        book, own = _account(book, own, page, gap, hop_names)
+
+    waits = _waits(own, seen, index, readings)
+    curve = memory.curve
+    if page is not None and page.running is not None and page.waiting is not None:
+        curve = queue.observe(curve, reading.at, page.finished, page.running, page.waiting)
+    waiting = page.waiting if page is not None else None
+    age, age_from = queue.queue_age(curve, at, waiting, waits.in_engine if own is not None else None)
+    slack = {klass: queue.slack(deadline, waits.worst.get(klass)) for klass, deadline in limits.deadlines.items()}
+    deadline = limits.deadlines.get(engine.klass)
+    breach = memory.breach
+    if deadline is not None:
+        reserve = deadline - limits.age_cut
+        breach = queue.breach(breach, dt, age, slack.get(engine.klass), limits.age_cut, reserve)
+
+    most = memory.most_running
+    if page is not None and page.running is not None:
+        most = max(most or 0.0, page.running)
+    slots, slots_from = _slots(engine, readings, most)
+    skipped = dict(memory.skipped)
+    for reason, n in (page.skipped if page is not None else {}).items():
+        skipped[reason] = skipped.get(reason, 0) + n
+    models = page.models if page is not None and page.models else memory.models
+    memory = EngineMemory(book, fates, curve, judge, breach, most, skipped, models)
+    view = EngineView(
+        name=engine.name,
+        url=engine.url,
+        models=models,
+        state=judgement.state,
+        evidence=judgement.evidence,
+        tokens=book.tokens,
+        running=page.running if page is not None else None,
+        waiting=waiting,
+        slots=slots,
+        slots_from=slots_from,
+        queue_age=age,
+        queue_age_from=age_from,
+        slack=slack if own is not None or page is not None else {},
+        coverage=_coverage(page, open_streams, gap) if own is not None else None,
+        open_streams=open_streams,
+        progress_age=judgement.progress_age,
+        restarts=judgement.restarts,
+        ghost_steps=judgement.ghost_steps,
+        breach_seconds=breach,
+        skipped=skipped,
+    )
+    return memory, view, own
+
+
+def _own(seen: streams.Streams | None, index: int) -> ledger.Owned | None:
+    """Return the streams that go to this engine."""
+    if seen is None:
+        return None
+    mine = seen.segments["engine"] == index
+    entered = seen.segments["hop"][seen.path.first[mine]]
+    return ledger.Owned(seen.segments[mine], seen.path.client[mine], entered, seen.path.leaks_at[mine])
+
+
+def _account(
+    book: ledger.Ledger,
+    own: ledger.Owned,
+    page: EnginePage | None,
+    gap: endings.Excess,
+    hop_names: tuple[str, ...],
+) -> tuple[ledger.Ledger, ledger.Owned]:
+    """Credit and settle. Without a page nothing is credited: what is in flight keeps its bytes, and what ended is owed
+    its tokens until there is a page again."""
+    here = len(own.segments)
+    everyone = own if book.owed is None else own.plus(book.owed)
+    if page is not None:
+        silent = ledger.silent_sequences(book, own, page, gap.leaked, gap.unseen)
+        book = replace(book, owed=None, leaked=gap.leaked)
+        book, everyone = ledger.credit(book, everyone, silent, hop_names)
+    book, everyone = ledger.settle(book, everyone, hop_names)
+    if page is None:
+        seg = everyone.segments
+        unpaid = everyone.only(~np.isnan(seg["ended"]) & (seg["fresh"] > 0) & ~seg["trial"])
+        book = replace(book, owed=unpaid.only(np.arange(len(unpaid.segments)) < MOST_OWED))
+    return book, everyone.only(np.arange(len(everyone.segments)) < here)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """Seconds waited by streams without a first byte: towards the engine, and the worst per class that still counts."""
+
+    in_engine: NDArray[np.float64]
+    worst: Mapping[str, float]
+
+
+def _waits(own: ledger.Owned | None, seen: streams.Streams | None, index: int, readings: Readings) -> _Waits:
+    if own is None or seen is None:
+        return _Waits(np.zeros(0), {})
+    topology, at = readings.topology, readings.at
+    seg = own.segments
+    mute = np.isnan(seg["ended"]) & ~seg["trial"] & np.isnan(seg["answered"])
+    first = seen.segments[seen.path.first[seen.segments["engine"] == index]]
+    worst: dict[str, float] = {}
+
+    def waits(klass: str, seconds: float) -> None:
+        worst[klass] = max(worst.get(klass, 0.0), seconds)
+
+    # A client that left has no deadline any more; one that gets no stream but is being answered has met it.
+    unanswered_stream = mute & (own.client < VANISHED) & (seg["tokens"] < 2)
+    classes = [hop.klass or topology.engines[index].klass for hop in topology.hops] + [topology.engines[index].klass]
+    for hop in np.unique(first["hop"][unanswered_stream]):
+        of_hop = unanswered_stream & (first["hop"] == hop)
+        waits(classes[hop], float(at - first["asked"][of_hop].min()))
+    # What waits inside a proxy may still come here.
+    for hop, asked, client in zip(seen.held.hop, seen.held.asked, seen.held.client, strict=True):
+        if client < VANISHED and _reaches(topology, int(hop), index):
+            waits(classes[hop], float(at - asked))
+    return _Waits(at - seg["asked"][mute], worst)
+
+
+def _reaches(topology: Topology, hop: int, engine: int) -> bool:
+    """Tell whether requests of the hop can end at the engine."""
+    index = {h.name: i for i, h in enumerate(topology.hops)}
+    to_visit, visited = [hop], set()
+    while to_visit:
+        here = to_visit.pop()
+        visited.add(here)
+        for name in topology.hops[here].to:
+            if name == topology.engines[engine].name:
+                return True
+            if name in index and index[name] not in visited:
+                to_visit.append(index[name])
+    return False
+
+
+def _slots(
+    engine: Engine, readings: Readings, most: float | None
+) -> tuple[float | None, Literal["settings", "commandline", "observed"] | None]:
+    """Find ``max_num_seqs``, which is on no vLLM page: settings, the command line, else the most ever seen running."""
+    if engine.slots:
+        return float(engine.slots), "settings"
+    table = readings.processes.value
+    if table is not None and table.slots.get(engine.name):
+        return float(table.slots[engine.name]), "commandline"
+    return (most, "observed") if most else (None, None)
+
+
+def _coverage(page: EnginePage | None, open_streams: int, gap: endings.Excess) -> float | None:
+    """Return the share of the engine's requests that we saw a socket of; 1 at rest: nothing is uncovered."""
+    if page is None or page.running is None:
+        return None
+    requests = page.running + (page.waiting or 0.0)
+    return 1.0 if requests <= 0 else min((open_streams + gap.leaked) / requests, 1.0)
+
+
+def _put_back(segments: streams.Segments, credited: Mapping[int, ledger.Owned]) -> streams.Segments:
+    segments = segments.copy()
+    for index, own in credited.items():
+        segments[segments["engine"] == index] = own.segments
+    return segments
+
+
+def _no_streams() -> StreamTable:
+    return np.zeros(0, dtype=STREAM)
+
+
+def _streams_now(
+    seen: streams.Streams, topology: Topology, readings: Readings
+) -> tuple[StreamTable, tuple[StreamGroup, ...]]:
+    """Make the table of streams (one row a request) and the groups (one row a request at each hop it passes)."""
+    seg, path, held, at = seen.segments, seen.path, seen.held, readings.at
+    flying = np.isnan(seg["ended"]) & ~seg["trial"] & (seg["client"] >= 0)
+    # A request that passes several hops has a segment at each; the innermost one stands for it.
+    inner = path.inner
+    innermost = flying & ~((inner >= 0) & flying[inner])
+    # A segment at an outer hop goes to the engine that the segment further in goes to.
+    engine = seg["engine"].copy()
+    for _ in topology.hops:
+        engine = np.where((engine < 0) & (inner >= 0), engine[inner], engine)
+
+    rows = np.flatnonzero(innermost)
+    top = seg[path.first[rows]]
+    table = np.zeros(len(rows) + len(held.hop), dtype=STREAM)
+    mine, waiting = table[: len(rows)], table[len(rows) :]
+    mine["id"], mine["engine"], mine["hop"] = seg["id"][rows], engine[rows], top["hop"]
+    mine["client"], mine["leaks_at"] = path.client[rows], path.leaks_at[rows]
+    mine["age"] = at - top["asked"]
+    mine["first_byte"] = ~np.isnan(seg["answered"][rows])
+    for column in ("tokens", "useful", "orphaned"):
+        mine[column] = seg[column][rows]
+    for column, source in (("src_hi", "dst_hi"), ("src_lo", "dst_lo"), ("port", "dport")):
+        mine[column] = seen.clients[source][rows]
+        waiting[column] = held.rows[source]
+    waiting["id"], waiting["engine"], waiting["hop"] = -1 - np.arange(len(waiting)), -1, held.hop
+    waiting["client"], waiting["leaks_at"], waiting["age"] = held.client, -1, at - held.asked
+    _give_slack(table, topology)
+
+    groups: list[StreamGroup] = []
+    shown = np.flatnonzero(flying)
+    everywhere = np.concatenate([engine[shown], np.full(len(held.hop), -1, dtype=engine.dtype)])
+    if len(topology.engines) == 1:
+        everywhere[everywhere < 0] = 0
+    hops = np.concatenate([seg["hop"][shown], held.hop])
+    clients = np.concatenate([seg["client"][shown], held.client])
+    ages = at - np.concatenate([seg["asked"][shown], held.asked])
+    names = (*(e.name for e in topology.engines), "")
+    hop_names = (*(hop.name for hop in topology.hops), ENGINE_HOP)
+    keys = (everywhere.astype(np.int64) * len(hop_names) + hops) * len(CLIENTS) + clients
+    bounds = np.array(AGE_BOUNDS)
+    for key in np.unique(keys):
+        here = keys == key
+        e, h, c = int(everywhere[here][0]), int(hops[here][0]), int(clients[here][0])
+        slots = np.bincount(np.searchsorted(bounds, ages[here]), minlength=len(bounds) + 1)
+        groups.append(
+            StreamGroup(
+                engine=names[e],
+                hop=hop_names[h],
+                client=CLIENTS[c],
+                count=int(here.sum()),
+                ages=tuple(int(n) for n in slots),
+                age_sum=float(ages[here].sum()),
+                age_max=float(ages[here].max()),
+            )
+        )
+    return table, tuple(groups)
+
+
+def _give_slack(table: StreamTable, topology: Topology) -> None:
+    """Write each waiting stream's deadline slack: of its hop's class, else its engine's."""
+    default = topology.engines[0].klass if topology.engines else ""
+    engine_class = np.array([engine.klass for engine in topology.engines] + [default])[table["engine"]]
+    hop_class = np.array([hop.klass or "" for hop in topology.hops] + [""])[table["hop"]]
+    klass = np.where(hop_class == "", engine_class, hop_class)
+    deadline = np.full(len(table), np.nan)
+    for name, seconds in topology.limits.deadlines.items():
+        deadline[klass == name] = seconds
+    table["slack"] = np.where(table["first_byte"], np.nan, deadline - table["age"])
+
+
+def _accounting(snapshot: SocketSnapshot | None) -> Literal["exact", "beat", "state", "none"]:
+    if snapshot is None:
+        return "none"
+    if snapshot.way != "sock_diag":
+        return "state"
+    return "exact" if snapshot.events else "beat"
+
+
+def _sources(readings: Readings) -> Iterator[SourceView]:
+    sockets = readings.sockets
+    way = ""
+    if sockets.value is not None:
+        way = f"{sockets.value.way}, destroy events {'on' if sockets.value.events else 'off'}"
+    yield SourceView("sockets", "", sockets.value is not None, sockets.took, sockets.error or way)
+    for name, page in readings.engines.items():
+        yield SourceView("engine", name, page.value is not None, page.took, page.error or "")
+    processes = readings.processes
+    yield SourceView("processes", "", processes.value is not None, processes.took, processes.error or "")

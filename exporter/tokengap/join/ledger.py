@@ -1,0 +1,254 @@
+"""The token ledger of one engine: whose tokens were they, and did anybody get them?
+
+Every token the engine counts is credited to a stream, to the engine's own leak, or to nobody we can see, and moves once
+it is delivered or lost. So ``out = useful + orphaned + pending + unattributed`` holds by construction; a property test
+holds us to it.
+
+Crediting, per beat (``pool`` is what the counter grew by, and what could not be placed before):
+
+1. Streams that received bytes share the pool in proportion to those bytes: continuous batching streams every token.
+2. Sequences that run and show no byte (answers that are not streamed, a prefill) and requests that the engine runs with
+   no socket open for them are *silent*. While there are any, the flowing streams get only what their bytes are worth,
+   at the bytes per token learned while there were none; the silent ones share the rest, one sequence like another.
+3. Tokens without any stream to give them to wait for :data:`PATIENCE` beats (sockets are read before the pages, so a
+   token's bytes may show one beat later), then they are unattributed.
+
+Settling, per stream: what the client acknowledged is useful; what it did not is pending while it is there, and orphaned
+once it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokengap.join.client import VANISHED
+from tokengap.join.streams import HEADER_BYTES, Segments
+from tokengap.readings import EnginePage
+from tokengap.view import Tokens
+
+#: Beats for which tokens wait for the bytes they came as.
+PATIENCE = 3
+
+#: Differences between counted tokens and the worth of bytes below this are noise, not a silent sequence at work.
+NOISE_SHARE, NOISE_TOKENS = 0.10, 2.0
+
+#: How fast what was learned about bytes per token fades, per beat.
+FADE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What is remembered of one engine's tokens between beats.
+
+    ``counter`` and ``born`` are the page's token counter and start time when last read; ``pool`` the tokens not yet
+    placed, for ``waited`` beats. ``learned`` holds bytes and tokens seen together while nothing was silent, ``answers``
+    how many streams came at once and how many ended at all. ``leaked`` is how many requests ran on without a socket in
+    the beat before. ``owed`` are streams that ended while the page could not be read.
+    """
+
+    tokens: Tokens = field(default_factory=Tokens)
+    counter: float | None = None
+    born: float | None = None
+    pool: float = 0.0
+    waited: int = 0
+    learned: tuple[float, float] = (0.0, 0.0)
+    answers: tuple[float, float] = (0.0, 0.0)
+    leaked: float = 0.0
+    owed: Owned | None = None
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Body bytes of a streamed token on this engine, None until learned."""
+        received, tokens = self.learned
+        return received / tokens if tokens >= 8 else None
+
+    @property
+    def unstreamed(self) -> float:
+        """The share of answers that come at once, 1 while none was seen."""
+        at_once, all_ = self.answers
+        return at_once / all_ if all_ else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Streams of one engine. Columns correspond: the outermost client's state, the hop at which the request entered,
+    and the hop that holds on to a client that left, -1 none."""
+
+    segments: Segments
+    client: NDArray[np.int8]
+    entered: NDArray[np.int32]
+    leaks_at: NDArray[np.int32]
+
+    def plus(self, other: Owned) -> Owned:
+        """Return these streams and the others."""
+        return Owned(
+            np.concatenate([self.segments, other.segments]),
+            np.concatenate([self.client, other.client]),
+            np.concatenate([self.entered, other.entered]),
+            np.concatenate([self.leaks_at, other.leaks_at]),
+        )
+
+    def only(self, mask: NDArray[Any]) -> Owned:
+        """Return the marked streams."""
+        return Owned(self.segments[mask], self.client[mask], self.entered[mask], self.leaks_at[mask])
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """Sequences at work without bytes.
+
+    ``rows`` are streams (rows of the engine's segments), each with the probability ``share`` of being an answer that is
+    not streamed, and not a prefill; ``leaked`` requests that we saw lose their socket; ``unseen`` those that never had
+    one here.
+    """
+
+    rows: NDArray[np.intp]
+    share: float = 1.0
+    leaked: float = 0.0
+    unseen: float = 0.0
+
+    @property
+    def count(self) -> float:
+        """How many of them are expected to make tokens."""
+        return len(self.rows) * self.share + self.leaked + self.unseen
+
+
+def count(ledger: Ledger, page: EnginePage) -> Ledger:
+    """Take the page's counter in. A counter that fell, or another start time, is a new beginning: its value is the new
+    base and nothing is added, for nobody knows what was lost, or whether it is the same process."""
+    counter = page.generation_tokens
+    if counter is None:
+        return ledger
+    born = page.start_time if page.start_time is not None else page.created
+    same = ledger.counter is not None and born == ledger.born and counter >= ledger.counter
+    grown = counter - ledger.counter if same and ledger.counter is not None else 0.0
+    tokens = replace(ledger.tokens, out=ledger.tokens.out + grown, pending=ledger.tokens.pending + grown)
+    return replace(ledger, tokens=tokens, counter=counter, born=born, pool=ledger.pool + grown)
+
+
+def credit(ledger: Ledger, streams: Owned, silent: Silent, hops: tuple[str, ...]) -> tuple[Ledger, Owned]:
+    """Give the pool to the streams that earned it. Returns the streams with their tokens; bytes are used up.
+
+    ``streams`` are those in flight and those that ended since the beat before; ``hops`` names indices, last "engine".
+    """
+    seg = streams.segments.copy()
+    pool = ledger.pool
+    earning = np.where(seg["trial"], 0.0, seg["fresh"])
+    bytes_ = float(earning.sum())
+    worth = bytes_ / ledger.bytes_per_token if ledger.bytes_per_token else None
+    flowing = int((earning > 0).sum())
+
+    if bytes_ <= 0:
+        seen = 0.0
+    elif silent.count == 0:
+        seen = pool
+    elif worth is None:
+        seen = pool * flowing / (flowing + silent.count)
+    else:
+        seen = min(worth, pool)
+        if not silent.leaked and pool - seen <= max(NOISE_TOKENS, NOISE_SHARE * pool):
+            seen = pool
+    if seen > 0:
+        seg["tokens"] += seen * earning / bytes_
+
+    rest = pool - seen
+    orphaned = dict(ledger.tokens.orphaned)
+    unattributed = ledger.tokens.unattributed
+    waited = 0
+    if rest > 0 and silent.count > 0:
+        each = rest / silent.count
+        seg["tokens"][silent.rows] += each * silent.share
+        if silent.leaked:
+            orphaned[hops[-1]] = orphaned.get(hops[-1], 0.0) + each * silent.leaked
+        unattributed += each * silent.unseen
+        rest = 0.0
+    elif rest > 0:
+        waited = ledger.waited + 1
+        if waited > PATIENCE:
+            unattributed += rest
+            rest, waited = 0.0, 0
+
+    learned = ledger.learned
+    if bytes_ > 0 and pool > 0 and silent.count == 0:
+        learned = (FADE * learned[0] + bytes_, FADE * learned[1] + pool)
+    # Bytes that met a page are used up, with or without tokens; those on trial wait for the verdict on their stream.
+    seg["fresh"] = np.where(seg["trial"], seg["fresh"], 0.0)
+    tokens = replace(ledger.tokens, orphaned=orphaned, unattributed=unattributed)
+    ledger = replace(ledger, tokens=tokens, pool=rest, waited=waited, learned=learned)
+    return ledger, replace(streams, segments=seg)
+
+
+def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledger, Owned]:
+    """Move each stream's tokens to useful, orphaned or, when it ended unseen, unattributed; the rest is pending.
+
+    Nothing ever moves back: a client that was taken for gone and is not keeps what was lost to it as lost.
+    """
+    seg = streams.segments.copy()
+    body = np.maximum(seg["supply"] - HEADER_BYTES, 0)
+    late = np.divide(seg["behind"], body, out=np.ones(len(seg)), where=body > 0)
+    ended = ~np.isnan(seg["ended"]) & ~seg["draining"]
+    left = streams.client >= VANISHED
+    listening = (streams.client >= 0) & ~left
+
+    delivered = np.where(ended & listening, seg["tokens"], seg["tokens"] * (1 - late))
+    delivered = np.where(streams.client >= 0, delivered, 0.0)
+    useful = np.clip(np.maximum(seg["useful"], delivered), 0, seg["tokens"] - seg["orphaned"])
+    orphaned = np.where(left, seg["tokens"] - useful, seg["orphaned"])
+    lost = np.where(ended & (streams.client < 0), seg["tokens"] - useful - orphaned, 0.0)
+
+    tokens = ledger.tokens
+    by_hop = dict(tokens.orphaned)
+    d_orphaned = orphaned - seg["orphaned"]
+    for hop in np.unique(streams.leaks_at[d_orphaned > 0]):
+        name = hops[hop]
+        by_hop[name] = by_hop.get(name, 0.0) + float(d_orphaned[streams.leaks_at == hop].sum())
+    d_useful = float((useful - seg["useful"]).sum())
+    seg["tokens"] -= lost
+    seg["useful"], seg["orphaned"] = useful, orphaned
+    pending = float((seg["tokens"] - useful - orphaned).sum()) + ledger.pool
+    tokens = replace(
+        tokens,
+        useful=tokens.useful + d_useful,
+        orphaned=by_hop,
+        unattributed=tokens.unattributed + float(lost.sum()),
+        pending=max(pending, 0.0),
+    )
+    return replace(ledger, tokens=tokens), replace(streams, segments=seg)
+
+
+def silent_sequences(ledger: Ledger, streams: Owned, page: EnginePage, leaked: float, unseen: float) -> Silent:
+    """Find the sequences that run without bytes.
+
+    Of the streams that wait for a first byte, the youngest ``waiting`` are queued in the engine (first in, first out);
+    the others run: they are in prefill, or their answer is not streamed. No more of them can run than the engine says.
+    What leaked in the beat before has run for a part of this one, even if it has finished since.
+    """
+    seg = streams.segments
+    flying = np.isnan(seg["ended"]) & ~seg["trial"]
+    mute = np.flatnonzero(flying & np.isnan(seg["answered"]))
+    flowing = int((flying & (seg["fresh"] > 0)).sum())
+    running = int(page.running or 0)
+    runs = max(min(len(mute) - int(page.waiting or 0), running - flowing), 0)
+    oldest = mute[np.argsort(seg["asked"][mute], kind="stable")][:runs]
+    return Silent(oldest, ledger.unstreamed, max(leaked, ledger.leaked), unseen)
+
+
+def learn_answers(ledger: Ledger, streams: Owned, at: float, beat: float) -> Ledger:
+    """Note how the answers that ended in this beat had come: streamed, or at once."""
+    seg = streams.segments
+    over = (seg["ended"] == at) & ~seg["trial"] & ~np.isnan(seg["answered"])
+    at_once = over & (seg["grew"] - seg["answered"] < 0.5 * beat)
+    fade = FADE if over.any() else 1.0
+    before, all_before = ledger.answers
+    return replace(ledger, answers=(fade * before + int(at_once.sum()), fade * all_before + int(over.sum())))
+
+
+def totals(tokens: Tokens) -> Mapping[str, float]:
+    """Return both sides of the identity, for tests and the JSON: ``out`` and the ``sum`` of its parts."""
+    parts = tokens.useful + sum(tokens.orphaned.values()) + tokens.pending + tokens.unattributed
+    return {"out": tokens.out, "sum": parts}

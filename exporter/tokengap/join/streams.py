@@ -1,0 +1,625 @@
+"""Streams: one row per request in flight at a hop, made from nothing but sockets.
+
+The row of a hop's stream hangs on its *carrier*, the socket on which the answer arrives: the hop's upstream socket, or,
+for clients that connect to the engine directly, the engine's accepted socket. Requests are told apart by what the
+carrier sent, answers by what it received (for an engine's socket: the reverse).
+
+In flight or idle? One rule, stated here and applied in :func:`_at_rest`. A keep-alive upstream that carried an answer
+and is quiet now has either finished or is paused, and the kernel shows both alike:
+
+=====================================  ========================================================================
+situation                              decision
+=====================================  ========================================================================
+request sent, no answer byte yet       in flight (queued or prefill, or an answer that is not streamed)
+answer bytes since the beat before     in flight
+a new request on the same socket       the old stream has ended, a new one begins
+carrier destroyed, or in CLOSE-WAIT    ended
+quiet, engine's running + waiting      in flight while the engine has more requests than streams that are surely in
+known                                  flight, the least quiet first; else ended
+quiet, engine's counts not known       in flight for :data:`QUIET_PATIENCE`, then ended
+quiet, the client sends a new request  ended
+=====================================  ========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokengap.join.client import CONNECTED, GONE, VANISHED, Downstream, client_states
+from tokengap.join.pairing import pair, swap_movers
+from tokengap.join.sockets import Sides, Tracked, connection_keys, follow, locate, nobody, sides
+from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, UNKNOWN, SocketSnapshot
+from tokengap.topology import Topology
+
+#: A client we never saw: not known to be there, not known to be gone. Never published as a client state.
+UNSEEN = -1
+
+#: Seconds for which a quiet stream counts as in flight when the engine does not say how many it has.
+QUIET_PATIENCE = 30.0
+
+#: Seconds after which an upstream request that a hop surely owns and that never had a client is an orphan: it was left
+#: before this exporter started, or within its first beat.
+NEVER_PAIRED_SECONDS = 2.0
+
+#: An HTTP/1.1 answer's header and the chat format's opening chunk, bytes; learned nowhere, small, and only subtracted.
+HEADER_BYTES = 200
+
+#: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
+#: the chunks acknowledges slightly other numbers of bytes than it received.
+REFRAMING = 0.03
+
+#: Seconds by which two sockets may disagree about the instant of the same request (a few ms through every proxy
+#: measured, 4 ms ticks, a busy event loop in between).
+SAME_INSTANT = 0.05
+
+UNKNOWN_OWNER, OWNED, FOREIGN = 0, 1, 2
+
+#: One request at one hop. Instants are monotonic seconds, NaN for "not yet".
+SEGMENT = np.dtype(
+    [
+        ("id", "i8"),
+        ("hop", "i4"),  # index of the hop; len(hops) for "directly at the engine"; -1 while no partner told
+        ("engine", "i4"),  # index of the engine it goes to; -1 when it goes to another hop
+        ("to_hop", "i4"),
+        ("carrier", "u8"),  # cookie of the socket the answer comes by
+        ("down", "u8"),  # cookie of the client-facing socket; 0 never seen
+        ("asked", "f8"),
+        ("born", "f8"),  # first seen
+        ("answered", "f8"),  # first answer byte seen
+        ("grew", "f8"),  # newest answer byte seen
+        ("ended", "f8"),
+        ("gone", "f8"),  # since when the client is known to be gone or vanished, at this hop
+        ("client", "i1"),  # code of the client facing this hop, or UNSEEN
+        ("owner", "i1"),
+        ("trial", "?"),  # may yet turn out to be a poll of some page, not a stream: no tokens are credited
+        ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
+        ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
+        ("base_up", "i8"),  # bytes on the carrier before this request
+        ("base_down", "i8"),
+        ("supply", "i8"),  # answer bytes so far, header included
+        ("acked", "i8"),  # bytes acknowledged by the client facing this hop, since the request
+        ("fresh", "f8"),  # answer bytes, header excluded, not yet credited with tokens
+        ("lag", "f8"),  # answer bytes minus what the outermost client acknowledged, in upstream bytes, since paired
+        ("level", "f8"),  # the lag at which all was delivered
+        ("behind", "f8"),  # answer bytes not yet acknowledged by the outermost client
+        ("tokens", "f8"),
+        ("useful", "f8"),
+        ("orphaned", "f8"),
+    ]
+)
+
+Segments = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """What is remembered between beats. ``ratio`` holds, per hop (and last the engine), the bytes acknowledged by
+    clients and the bytes received for them while both flowed."""
+
+    topology: Topology
+    segments: Segments
+    track: NDArray[np.void] | None
+    at: float
+    next_id: int
+    foreign: NDArray[np.uint64]  # cookies of upstream-looking sockets that no hop owns
+    edges: frozenset[tuple[int, int, bool]]  # (hop, target, target is a hop): who forwards where
+    ratio: NDArray[np.float64]
+    questions: frozenset[int]  # inodes of carriers whose owner would settle something
+    denied: NDArray[np.int64]  # ids of quiet streams that the engine's count left no room for in the beat before
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How each segment hangs in its chain of hops; index-aligned with the segments.
+
+    ``first``: the row of the outermost segment that this one is part of. ``leaks_at``: the outermost hop on the way
+    which holds on to a client that is gone, -1 none. ``client``: the outermost client's state. ``inner``: the row of
+    the segment at the next hop that carries this request on, -1 none.
+    """
+
+    first: NDArray[np.intp]
+    leaks_at: NDArray[np.int32]
+    client: NDArray[np.int8]
+    inner: NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Requests that a hop has accepted and not passed on: the queue inside the proxy. Columns correspond."""
+
+    hop: NDArray[np.int32]
+    asked: NDArray[np.float64]
+    client: NDArray[np.int8]
+    rows: NDArray[Any]  # of readings.SOCKET
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams of this beat: in flight, and those that ended since the beat before (``ended`` is set)."""
+
+    segments: Segments
+    path: Path
+    held: Held
+    clients: NDArray[Any]  # the outermost client's socket row of each segment (readings.SOCKET), zeros when not seen
+
+
+def start(topology: Topology) -> StreamState:
+    """Return the state before the first beat. Hops without better knowledge forward where the topology says."""
+    hop_index = {hop.name: i for i, hop in enumerate(topology.hops)}
+    engine_index = {engine.name: i for i, engine in enumerate(topology.engines)}
+    edges = {
+        (i, hop_index.get(name, engine_index.get(name, -1)), name in hop_index)
+        for i, hop in enumerate(topology.hops)
+        for name in hop.to
+    }
+    return StreamState(
+        topology=topology,
+        segments=np.zeros(0, dtype=SEGMENT),
+        track=None,
+        at=0.0,
+        next_id=1,
+        foreign=np.zeros(0, dtype=np.uint64),
+        edges=frozenset(edges),
+        ratio=np.full((len(topology.hops) + 1, 2), 65536.0),
+        questions=frozenset(),
+        denied=np.zeros(0, dtype=np.int64),
+    )
+
+
+def advance(
+    state: StreamState,
+    snapshot: SocketSnapshot,
+    at: float,
+    in_engine: Mapping[int, float],
+    owners: Mapping[int, str],
+    *,
+    blur: float = 0.0,
+) -> tuple[StreamState, Streams]:
+    """Take one snapshot in. ``in_engine``: running + waiting by engine index, where known. ``owners``: answers to the
+    questions of earlier beats. ``blur``: how long the dump lasted, the uncertainty of its ages."""
+    topology = state.topology
+    both = np.concatenate([snapshot.open, snapshot.closed, nobody()])
+    order = np.argsort(both["cookie"], kind="stable")
+    both, ended = both[order], order >= len(snapshot.open)
+    side = sides(both, topology)
+    now = follow(state.track, both, ended, (side.down >= 0) | (side.engine_side >= 0), at)
+
+    seg, foreign, edges = _hear_owners(state, owners, now)
+    carriers = _carriers(now, side, foreign, edges)
+    seg = _grow(seg, now, carriers, at)
+    seg, next_id = _born(state, seg, now, side, carriers, at)
+    seg = _find_clients(seg, now, side, edges, at, blur)
+    parent, inner = _links(seg, now)
+    seg, denied = _at_rest(seg, now, inner, in_engine, state.denied, at, topology.interval)
+    seg = _own(seg, at)
+    seg = _see_clients(seg, now, at, topology.interval)
+    path = _chain(seg, parent, inner)
+    seg, ratio = _deliver(seg, path, now, state.ratio, at)
+
+    asking = np.isnan(seg["ended"]) & (seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER)
+    asking &= at - seg["born"] > 0.4 * topology.interval
+    rows = now.find(seg["carrier"][asking])
+    questions = frozenset(int(inode) for inode in now.rows["inode"][rows[rows >= 0]] if inode)
+
+    state = replace(
+        state,
+        segments=seg[stays(seg)],
+        track=now.track[~now.ended],
+        at=at,
+        next_id=next_id,
+        foreign=np.intersect1d(foreign, now.rows["cookie"]),
+        edges=edges,
+        ratio=ratio,
+        questions=questions,
+        denied=denied,
+    )
+    clients = now.rows[now.find(seg[path.first]["down"])]
+    return state, Streams(seg, path, _held(seg, now, side, at, topology.interval), clients)
+
+
+def stays(seg: Segments) -> NDArray[np.bool_]:
+    """Mark the streams that the next beat needs: in flight, or not wholly delivered."""
+    return np.asarray(np.isnan(seg["ended"]) | seg["draining"], dtype=np.bool_)
+
+
+def _hear_owners(
+    state: StreamState, owners: Mapping[int, str], now: Tracked
+) -> tuple[Segments, NDArray[np.uint64], frozenset[tuple[int, int, bool]]]:
+    """Take the answers about owners in: drop what no hop owns (and remember it), learn who forwards where."""
+    seg = state.segments.copy()
+    names = {hop.name: i for i, hop in enumerate(state.topology.hops)}
+    edges = set(state.edges)
+    rows = now.find(seg["carrier"])
+    asked = (seg["down"] == 0) & (rows >= 0) & (seg["owner"] == UNKNOWN_OWNER)
+    for i in np.flatnonzero(asked) if owners else ():
+        owner = owners.get(int(now.rows["inode"][rows[i]]))
+        if owner in names:
+            seg["owner"][i] = OWNED
+            seg["hop"][i] = names[owner]
+            to_hop = bool(seg["to_hop"][i] >= 0)
+            edges.add((names[owner], int(seg["to_hop"][i] if to_hop else seg["engine"][i]), to_hop))
+        elif owner is not None:
+            seg["owner"][i] = FOREIGN
+    strangers = seg["owner"] == FOREIGN
+    return seg[~strangers], np.union1d(state.foreign, seg["carrier"][strangers]), frozenset(edges)
+
+
+@dataclass(frozen=True, slots=True)
+class _Carriers:
+    """Per socket row: is it a carrier, does it belong to the engine itself, how much question and answer it carried.
+
+    ``waiting``: a question was sent after the last answer byte. ``asked``: any question was ever sent.
+    """
+
+    is_carrier: NDArray[np.bool_]
+    direct: NDArray[np.bool_]
+    d_question: NDArray[np.int64]
+    d_answer: NDArray[np.int64]
+    answer: NDArray[np.int64]
+    waiting: NDArray[np.bool_]
+    asked: NDArray[np.bool_]
+
+
+def _carriers(
+    now: Tracked, side: Sides, foreign: NDArray[np.uint64], edges: frozenset[tuple[int, int, bool]]
+) -> _Carriers:
+    """Tell which sockets carry answers, and which way round question and answer go on each."""
+    rows = now.rows
+    fronted = [target for _, target, is_hop in edges if not is_hop]
+    upstream = (np.isin(side.to_engine, fronted) | (side.to_hop >= 0)) & ~np.isin(rows["cookie"], foreign)
+
+    # An engine's own socket counts only when its other end is not an upstream socket that is followed already.
+    direct = side.engine_side >= 0
+    if direct.any() and upstream.any():
+        followed = np.sort(connection_keys(rows[upstream], reverse=True))
+        direct[direct] = locate(followed, connection_keys(rows[direct])) < 0
+
+    d_question = np.where(direct, now.d_received, now.d_sent)
+    d_answer = np.where(direct, now.d_written, now.d_received)
+    answer = np.where(direct, now.track["written"], now.track["received"])
+    question_age = np.where(direct, rows["last_data_recv"], rows["last_data_sent"])
+    answer_age = np.where(direct, rows["last_data_sent"], rows["last_data_recv"])
+    # Both ages are alike on a connection that is new, and when a small answer came within one tick of its question.
+    unanswered = (answer == 0) | ((d_question > 0) & (d_answer == 0))
+    waiting = (question_age < answer_age) | ((question_age == answer_age) & unanswered) | (question_age < 0)
+    asked = np.where(direct, rows["bytes_received"], rows["bytes_sent"]) != 0
+    return _Carriers(upstream | direct, direct, d_question, d_answer, answer, waiting & asked, asked)
+
+
+def _grow(seg: Segments, now: Tracked, carriers: _Carriers, at: float) -> Segments:
+    """Add what arrived to the streams in flight; end those whose socket is destroyed or carries a new request."""
+    rows = now.find(seg["carrier"])
+    # A socket of the engine turns out to be the other end of a hop's upstream socket: it is followed there.
+    followed_elsewhere = (rows >= 0) & ~carriers.is_carrier[rows]
+    seg, rows = seg[~followed_elsewhere], rows[~followed_elsewhere]
+    here = rows >= 0
+    state = now.rows["state"][rows]
+    closing = here & ~now.ended[rows] & ((state == FIN_WAIT1) | ((state == CLOSE_WAIT) & ~carriers.direct[rows]))
+    flying = np.isnan(seg["ended"])
+    arrived = np.where(flying, carriers.d_answer[rows], 0)
+    arrived = np.where(closing & (arrived == 1), 0, arrived)  # the peer's FIN counts as a byte
+
+    first = (arrived > 0) & np.isnan(seg["answered"])
+    seg["answered"] = np.where(first, at, seg["answered"])
+    seg["grew"] = np.where(arrived > 0, at, seg["grew"])
+    body_before = np.maximum(seg["supply"] - HEADER_BYTES, 0)
+    seg["supply"] += arrived
+    seg["fresh"] += np.maximum(seg["supply"] - HEADER_BYTES, 0) - body_before
+
+    answered_before = ~np.isnan(seg["answered"]) & ~first
+    asked_again = here & answered_before & (carriers.d_question[rows] > 0)
+    asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
+    over = ~here | now.ended[rows] | asked_again | closing
+    seg["ended"] = np.where(over & flying, at, seg["ended"])
+    # A request that came in pieces is complete with its last one.
+    still_asking = here & flying & np.isnan(seg["answered"]) & ~now.ended[rows]
+    seg["asked"] = np.where(still_asking, now.track["asked"][rows], seg["asked"])
+    return seg
+
+
+def _born(
+    state: StreamState, seg: Segments, now: Tracked, side: Sides, carriers: _Carriers, at: float
+) -> tuple[Segments, int]:
+    """Begin a stream for every carrier with a request and no stream."""
+    rows, first_beat = now.rows, state.track is None
+    carrying = np.sort(seg["carrier"][np.isnan(seg["ended"])])
+    taken = locate(carrying, rows["cookie"]) >= 0
+    replaced = locate(np.sort(seg["carrier"][seg["ended"] == at]), rows["cookie"]) >= 0
+
+    new = ~now.known & carriers.asked
+    if first_beat:  # an old connection that is quiet after an answer is at rest
+        new &= carriers.waiting | (now.track["grew"] > at - 1.5 * state.topology.interval)
+    asks = carriers.waiting | (carriers.d_question > 0)
+    resumes = (carriers.d_answer > 1) & ~replaced  # 1: the peer's FIN
+    begin = carriers.is_carrier & ~taken & (new | (now.known & ~now.ended & (asks | resumes)))
+    begin &= (rows["state"] == ESTABLISHED) | (now.ended & ~now.known)
+
+    at_rows = np.flatnonzero(begin)
+    born = np.zeros(len(at_rows), dtype=SEGMENT)
+    answer = np.maximum(carriers.answer[at_rows], 0)
+    d_answer = carriers.d_answer[at_rows]
+    # Answer bytes of this beat are the new stream's, unless a stream that ended in this beat took them already.
+    base = np.where(replaced[at_rows], answer, answer - d_answer)
+    if first_beat:
+        base = answer
+    born["id"] = state.next_id + np.arange(len(at_rows))
+    born["carrier"] = rows["cookie"][at_rows]
+    direct = carriers.direct[at_rows]
+    born["down"] = np.where(direct, born["carrier"], 0)
+    born["hop"] = np.where(direct, len(state.topology.hops), -1)
+    born["to_hop"] = np.where(direct, -1, side.to_hop[at_rows])
+    born["engine"] = np.where(direct, side.engine_side[at_rows], side.to_engine[at_rows])
+    born["owner"] = np.where(direct, OWNED, UNKNOWN_OWNER)
+    born["asked"] = now.track["asked"][at_rows]
+    born["born"] = at
+    born["base_up"] = base
+    born["base_down"] = np.where(direct, now.track["acked"][at_rows] - now.d_acked[at_rows], UNKNOWN)
+    born["supply"] = answer - base
+    born["fresh"] = np.maximum(born["supply"] - HEADER_BYTES, 0)
+    waiting = carriers.waiting[at_rows] & (born["supply"] == 0)
+    born["answered"] = np.where(waiting, np.nan, at)
+    born["grew"] = now.track["grew"][at_rows]
+    born["grew"] = np.where(born["supply"] > 0, at, born["grew"])
+    born["ended"] = np.where(now.ended[at_rows], at, np.nan)
+    born["gone"] = np.nan
+    born["lag"] = np.nan
+    born["client"] = UNSEEN
+    born["trial"] = ~waiting
+    return np.concatenate([seg, born]), state.next_id + len(at_rows)
+
+
+def _find_clients(
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    edges: frozenset[tuple[int, int, bool]],
+    at: float,
+    blur: float,
+) -> Segments:
+    """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom."""
+    is_down = (side.down >= 0) & ~now.ended
+    direct = seg["carrier"] == seg["down"]
+    flying = np.isnan(seg["ended"]) | (seg["ended"] == at)
+    rows = now.find(seg["down"])
+    listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
+    needy = flying & ~direct & ~listens
+
+    # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
+    # neither, and must not be taken for the client of another stream of the same burst.
+    busy = locate(np.unique(seg["down"][np.isnan(seg["ended"]) & listens]), now.rows["cookie"]) >= 0
+    waits = (now.rows["last_data_recv"] <= now.rows["last_data_sent"]) & (now.d_written == 0)
+    free = is_down & ~busy & (now.rows["bytes_received"] != 0) & (~now.known | waits | (now.d_written > 0))
+    free &= (now.rows["state"] == ESTABLISHED) | ~now.known
+
+    for hop in np.unique(side.down[is_down]):
+        mine = (seg["hop"] == hop) | (seg["hop"] == UNSEEN)
+        targets = [(target, "to_hop" if is_hop else "engine") for h, target, is_hop in edges if h == hop]
+        mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
+        wanting = np.flatnonzero(needy & mine)
+        candidates = np.flatnonzero(free & (side.down == hop))
+        if len(wanting) and len(candidates):
+            matches = pair(
+                seg["asked"][wanting],
+                now.track["asked"][candidates],
+                never=seg["down"][wanting] == 0,
+                held=waits[candidates] & now.known[candidates],
+                tolerance=SAME_INSTANT + blur,
+            )
+            for i, j in matches:
+                _join(seg, wanting[i], now, candidates[j], int(hop))
+        _share(seg, now, side, int(hop), mine & needy, blur)
+        _swap(seg, now, int(hop), mine, at, blur)
+    return seg
+
+
+def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> None:
+    """Write the pair down: stream ``i`` has the client on socket ``row`` of ``hop``."""
+    seg["down"][i] = now.rows["cookie"][row]
+    seg["hop"][i] = hop
+    seg["owner"][i] = OWNED
+    seg["trial"][i] = False
+    seg["gone"][i] = np.nan
+    seg["client"][i] = CONNECTED
+    acked = now.track["acked"][row]
+    seg["base_down"][i] = acked - now.d_acked[row] - seg["acked"][i] if acked != UNKNOWN else UNKNOWN
+    seg["lag"][i] = np.nan
+
+
+def _share(seg: Segments, now: Tracked, side: Sides, hop: int, needy: NDArray[np.bool_], blur: float) -> None:
+    """Several requests on one client socket (HTTP/2): the kernel tells the newest one's instant, so find those."""
+    alone = np.flatnonzero(needy & (seg["down"] == 0) & np.isnan(seg["ended"]))
+    if not len(alone):
+        return
+    busy = locate(np.sort(seg["down"][np.isnan(seg["ended"])]), now.rows["cookie"]) >= 0
+    asking = (side.down == hop) & ~now.ended & (now.rows["state"] == ESTABLISHED) & now.known & (now.d_received > 1)
+    sockets = np.flatnonzero(asking & busy)
+    for i in alone if len(sockets) else ():
+        gap = np.abs(now.track["asked"][sockets] - seg["asked"][i])
+        if gap.min() <= SAME_INSTANT + blur:
+            row = sockets[gap.argmin()]
+            _join(seg, i, now, row, hop)
+            seg["shared"] |= seg["down"] == now.rows["cookie"][row]
+
+
+def _swap(seg: Segments, now: Tracked, hop: int, mine: NDArray[np.bool_], at: float, blur: float) -> None:
+    """Correct pairs of simultaneous requests: a client that receives while its stream is silent belongs to a stream
+    that receives while its client is not."""
+    flying = np.flatnonzero(mine & (seg["hop"] == hop) & ~seg["shared"] & (seg["carrier"] != seg["down"]))
+    rows = now.find(seg["down"][flying])
+    went_down = now.d_written[rows]
+    came_up = np.where(seg["grew"][flying] == at, seg["fresh"][flying] + 1, 0)
+    silent = np.flatnonzero((went_down > 0) & (came_up == 0) & np.isnan(seg["ended"][flying]))
+    unheard = np.flatnonzero((went_down == 0) & (came_up > 0))
+    if not len(silent) or not len(unheard):
+        return
+    matches = swap_movers(
+        went_down[silent],
+        came_up[unheard],
+        now.track["asked"][rows[silent]],
+        seg["asked"][flying[unheard]],
+        tolerance=2 * SAME_INSTANT + blur,
+    )
+    for a, b in matches:
+        both = np.array([flying[silent[a]], flying[unheard[b]]])
+        for column in ("down", "base_down", "acked", "client", "gone"):
+            seg[column][both] = seg[column][both[::-1]]
+        seg["lag"][both] = np.nan
+
+
+def _at_rest(
+    seg: Segments,
+    now: Tracked,
+    inner: NDArray[np.intp],
+    in_engine: Mapping[int, float],
+    denied_before: NDArray[np.int64],
+    at: float,
+    interval: float,
+) -> tuple[Segments, NDArray[np.int64]]:
+    """End the quiet streams that have finished (the table in this module's docstring).
+
+    Returns also the ids of those that the engine's count leaves no room for, for the first time: the page is read
+    after the sockets and may know of an end, or a beginning, that the sockets do not show yet.
+    """
+    flying = np.isnan(seg["ended"])
+    quiet = flying & ~np.isnan(seg["answered"]) & (at - seg["grew"] >= 0.9 * interval)
+    rows = now.find(seg["down"])
+    moved_on = (rows >= 0) & (seg["carrier"] != seg["down"]) & ~seg["shared"]
+    moved_on &= now.track["asked"][rows] > seg["grew"]
+    carried_on = (inner >= 0) & flying[inner]
+    over = quiet & (moved_on | seg["trial"] | ((seg["to_hop"] >= 0) & ~carried_on))
+
+    refused = [np.zeros(0, dtype=np.int64)]
+    undecided = quiet & ~over & (seg["engine"] >= 0)
+    for engine in np.unique(seg["engine"][undecided]):
+        mine = np.flatnonzero(undecided & (seg["engine"] == engine))
+        if engine not in in_engine:
+            over[mine] = at - seg["grew"][mine] > QUIET_PATIENCE
+            continue
+        surely = int((flying & ~quiet & ~seg["trial"] & (seg["engine"] == engine)).sum())
+        room = max(int(in_engine[engine]) - surely, 0)
+        no_room = mine[np.argsort(-seg["grew"][mine], kind="stable")][room:]
+        over[no_room] = np.isin(seg["id"][no_room], denied_before)
+        refused.append(seg["id"][no_room])
+    seg["ended"] = np.where(over, at, seg["ended"])
+    return seg, np.concatenate(refused)
+
+
+def _own(seg: Segments, at: float) -> Segments:
+    """Decide about upstream requests that never had a client: the hop's orphan, or not known."""
+    flying = np.isnan(seg["ended"])
+    alone = flying & (seg["down"] == 0) & (seg["owner"] == OWNED)
+    mixed = np.unique(seg["hop"][seg["shared"] & flying])
+    alone &= ~np.isin(seg["hop"], mixed)  # with HTTP/2 clients at this hop, "no socket of its own" proves nothing
+    left = alone & (at - seg["asked"] > NEVER_PAIRED_SECONDS)
+    seg["client"] = np.where(left, GONE, seg["client"])
+    seg["gone"] = np.where(left & np.isnan(seg["gone"]), at, seg["gone"])
+    # What keeps answering without being asked again is a stream, not a poll.
+    seg["trial"] &= ~((seg["grew"] == at) & (seg["born"] < at) & flying)
+    return seg
+
+
+def _see_clients(seg: Segments, now: Tracked, at: float, interval: float) -> Segments:
+    """Read each client's state off its socket; a client once seen and without a socket now is gone."""
+    has = seg["down"] > 0
+    rows = now.find(seg["down"])
+    here = (rows >= 0) & ~now.ended[rows]
+    acked = now.track["acked"][rows]
+    told = (rows >= 0) & (acked != UNKNOWN) & (seg["base_down"] != UNKNOWN)
+    seg["acked"] = np.where(told, np.maximum(acked - seg["base_down"], seg["acked"]), seg["acked"])
+
+    states = np.where(has, np.int8(GONE), seg["client"])
+    there = rows[here]
+    behind = np.where(seg["shared"][here], 0, seg["behind"][here])
+    still = at - now.track["moved"][there]
+    states[here] = client_states(Downstream(now.rows[there], still, behind, interval))
+    left = states >= VANISHED
+    since = np.where(np.isnan(seg["gone"]), at, seg["gone"])
+    seg["client"] = states
+    seg["gone"] = np.where(left, since, np.nan)
+    return seg
+
+
+def _links(seg: Segments, now: Tracked) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Link the segments of one request across hops: a hop's client-facing socket is the other end of the carrier of
+    the hop before. Returns for each segment the row of the one before it and of the one after it, or -1."""
+    parent = np.full(len(seg), -1, dtype=np.intp)
+    inner = np.full(len(seg), -1, dtype=np.intp)
+    outer = np.flatnonzero((seg["to_hop"] >= 0) & (now.find(seg["carrier"]) >= 0))
+    if len(outer):
+        keys = connection_keys(now.rows[now.find(seg["carrier"][outer])], reverse=True)
+        order = np.lexsort((-seg["id"][outer], keys))  # of several requests on one connection, the newest first
+        outer, keys = outer[order], keys[order]
+        fed = np.flatnonzero(now.find(seg["down"]) >= 0)
+        found = locate(keys, connection_keys(now.rows[now.find(seg["down"][fed])]))
+        fed, found = fed[found >= 0], found[found >= 0]
+        parent[fed] = outer[found]
+        inner[outer[found]] = fed
+    return parent, inner
+
+
+def _chain(seg: Segments, parent: NDArray[np.intp], inner: NDArray[np.intp]) -> Path:
+    """Follow the links: who is the client at the outer end, and which hop is the first to hold on to one that left."""
+    first = np.arange(len(seg))
+    client = seg["client"].copy()
+    leaks_at = np.where(client >= VANISHED, seg["hop"], UNSEEN).astype(np.int32)
+    linked = parent >= 0
+    for _ in range(int(seg["hop"].max(initial=0))):
+        before = parent[linked]
+        first[linked] = first[before]
+        client[linked] = np.where(client[before] != UNSEEN, client[before], client[linked])
+        leaks_at[linked] = np.where(leaks_at[before] >= 0, leaks_at[before], leaks_at[linked])
+    return Path(first, leaks_at, client, inner)
+
+
+def _deliver(
+    seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64], at: float
+) -> tuple[Segments, NDArray[Any]]:
+    """Measure how far each client is behind: what arrived for it and is not acknowledged, in upstream bytes."""
+    top = seg[path.first]
+    hop = np.where(top["hop"] >= 0, top["hop"], len(ratio) - 1)
+    direct = seg["carrier"] == seg["down"]
+    moving = np.isnan(seg["ended"]) | (seg["ended"] == at)
+    carrier, down = now.find(seg["carrier"]), now.find(top["down"])
+    arrived = np.where(moving, np.where(direct, now.d_written[carrier], now.d_received[carrier]), 0)
+    d_acked = now.d_acked[down]
+
+    # Headers differ by an unknown constant, and chunks are re-framed. So while the client is there the smallest lag is
+    # taken for "all delivered" and may drift a little; on the engine's own socket both sides are the same bytes.
+    seen = top["down"] > 0
+    first = np.isnan(seg["lag"])
+    listening = (path.client >= 0) & (path.client < VANISHED)
+    seg["lag"] = np.where(first & seen, 0.0, seg["lag"] + arrived - d_acked * ratio[hop, 1] / ratio[hop, 0])
+    drift = np.where(direct, 0.0, REFRAMING * arrived)
+    level = np.where(listening, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
+    seg["level"] = np.where(first, 0.0, level)
+    body = np.maximum(seg["supply"] - HEADER_BYTES, 0)
+    seg["behind"] = np.where(seen, np.clip(seg["lag"] - seg["level"], 0, body), body)
+
+    # What has ended is settled when all was acknowledged, or its client is gone; until then the kernel still delivers.
+    undelivered = ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)
+    seg["draining"] = ~np.isnan(seg["ended"]) & listening & undelivered & (seg["engine"] >= 0)
+
+    drained = (now.rows["wqueue"][down] == 0) & (path.client == CONNECTED) & ~direct & ~top["shared"]
+    flows = drained & (d_acked > 0) & (arrived > 0)
+    ratio = ratio.copy()
+    np.add.at(ratio, (hop[flows], 0), d_acked[flows])
+    np.add.at(ratio, (hop[flows], 1), arrived[flows])
+    return seg, ratio
+
+
+def _held(seg: Segments, now: Tracked, side: Sides, at: float, interval: float) -> Held:
+    """Find the requests that wait inside a hop: asked, nothing sent back, and no stream carries them on."""
+    rows = now.rows
+    asks = (side.down >= 0) & ~now.ended & (rows["state"] == ESTABLISHED) & (rows["bytes_received"] > 0)
+    asks &= (rows["last_data_recv"] >= 0) & (rows["last_data_recv"] <= rows["last_data_sent"])
+    asks &= at - now.track["asked"] >= interval
+    served = locate(np.sort(seg["down"][np.isnan(seg["ended"])]), rows["cookie"]) >= 0
+    waiting = np.flatnonzero(asks & ~served)
+    still = at - now.track["moved"][waiting]
+    states = client_states(Downstream(rows[waiting], still, np.zeros(len(waiting)), interval))
+    return Held(side.down[waiting], now.track["asked"][waiting], states, rows[waiting])

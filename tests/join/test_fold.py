@@ -1,0 +1,178 @@
+"""The whole join on simulated histories with known truth, and its properties on histories nobody thought of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from join.world import Person, World
+from tokengap.join import start, step
+from tokengap.join.ledger import totals
+from tokengap.readings import Reading
+from tokengap.view import View
+
+
+def crowd(count=20, leavers=8, tokens=100, leave_at=1.5, spacing=0.0, how="fin") -> list[Person]:
+    """Return users who ask one after the other, the leavers spread evenly among them."""
+    return [
+        Person(0.5 + i * spacing, tokens, leave_at if i * leavers // count != (i + 1) * leavers // count else None, how)
+        for i in range(count)
+    ]
+
+
+def play(world: World, seconds: float = 400, **how) -> list[View]:
+    state, views = start(world.topology), []
+    for readings in world.beats(seconds, **how):
+        state, view = step(state, readings)
+        views.append(view)
+    return views
+
+
+def endings(view: View) -> dict[tuple[str, str], int]:
+    return {(hop, how): n for (_, hop, how), n in view.endings.items()}
+
+
+@pytest.mark.parametrize("slots", [1, 4, 20])
+@pytest.mark.parametrize("chain", [False, True], ids=["one hop", "two hops"])
+@pytest.mark.parametrize("leaks", [None, "edge", "held", "admit"])
+def test_tokens_are_split_as_they_were_delivered(slots, chain, leaks):
+    """Useful and orphaned are within 1 % of tokens out of the truth, at the hop that leaks, wherever the leak is."""
+    if (leaks == "admit") != chain and leaks in ("admit", "held"):
+        chain = leaks == "admit"
+    world = World(crowd(), slots=slots, leaks=leaks, chain=chain)
+    view = play(world)[-1]
+    tokens, truth = view.engines[0].tokens, world.truth
+    assert tokens.out == truth["out"]
+    assert tokens.useful == pytest.approx(truth["useful"], abs=0.01 * truth["out"])
+    hop = {"held": "edge", None: "edge"}.get(leaks, leaks)
+    assert sum(tokens.orphaned.values()) == pytest.approx(tokens.orphaned.get(hop, 0.0), abs=0.5)
+    assert tokens.pending == pytest.approx(0, abs=0.5)
+    assert tokens.unattributed == pytest.approx(0, abs=0.5)
+    gone = {"cancelled": 8} if leaks is None else {"orphaned": 8}
+    expected = {("edge", "completed"): 12} | {(hop, how): n for how, n in gone.items()}
+    assert endings(view) == expected
+
+
+@pytest.mark.parametrize(("slots", "bar"), [(1, 0.01), (4, 0.03), (20, 0.03)])
+def test_an_engine_that_runs_on_is_named(slots, bar):
+    """Tokens of requests whose socket is gone are orphaned at hop "engine", never at the edge (bar of the design: 3 %
+    where the engine itself leaks)."""
+    world = World(crowd(), slots=slots, leaks="engine")
+    view = play(world)[-1]
+    tokens, truth = view.engines[0].tokens, world.truth
+    assert tokens.orphaned.get("edge", 0.0) == pytest.approx(0, abs=0.5)
+    assert tokens.orphaned["engine"] == pytest.approx(truth["gap"], abs=bar * truth["out"])
+    assert endings(view)[("engine", "orphaned")] == 8
+
+
+@pytest.mark.parametrize("slots", [1, 4, 20])
+def test_a_half_closed_client_is_alive(slots):
+    """Clients that sent their FIN and read on lose nothing: no orphaned token, 20 completed streams."""
+    view = play(World(crowd(how="half-close"), slots=slots))[-1]
+    assert sum(view.engines[0].tokens.orphaned.values()) == 0
+    assert endings(view) == {("edge", "completed"): 20}
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_vanished_client_is_seen_within_three_seconds(slots):
+    """Half-open clients count as vanished three seconds after the first lost byte, and their tokens as orphaned."""
+    people = [Person(0.5, 400), Person(0.5, 400, leaves=2.0, how="vanish")]
+    world = World(people, slots=2 if slots > 1 else 1)
+    if slots == 1:
+        people.reverse()
+    views = play(world)
+    left = 1000.5 + 2.0
+    seen = next(v.at for v in views if any(g.client == "vanished" for g in v.groups))
+    assert seen - left <= 3.0 + 1.0  # and one beat, for it may vanish just after one
+    tokens, truth = views[-1].engines[0].tokens, world.truth
+    assert tokens.useful == pytest.approx(truth["useful"], abs=0.01 * truth["out"])
+
+
+@pytest.mark.parametrize("leaks", [None, "edge", "held"])
+def test_nothing_leaks_when_nobody_leaves(leaks):
+    """With 20 users who all stay there is no orphan at any moment, whatever the proxy would do to leavers."""
+    views = play(World(crowd(leavers=0), slots=4, leaks=leaks))
+    assert all(g.client == "connected" for v in views for g in v.groups)
+    assert all(not v.engines[0].tokens.orphaned for v in views)
+    assert endings(views[-1]) == {("edge", "completed"): 20}
+
+
+def test_without_destroy_events_at_most_a_beat_is_missed():
+    """Where the kernel does not tell the end of sockets, the gap is still within one beat of tokens per leaver."""
+    world = World(crowd(), slots=4, leaks="edge")
+    views = play(world, events=False)
+    tokens, truth = views[-1].engines[0].tokens, world.truth
+    assert views[-1].accounting == "beat"
+    assert tokens.useful == pytest.approx(truth["useful"], abs=8 * world.rate + 0.01 * truth["out"])
+
+
+def test_queue_age_and_slack_follow_the_head_of_the_queue():
+    """With one slot and a queue the head's age is the longest wait of the queued; slack is the deadline minus it."""
+    world = World(crowd(count=4, leavers=0, tokens=200), slots=1)
+    state = start(world.topology)
+    for readings in world.beats(30):
+        state, view = step(state, readings)
+        queued = [p for p in world.people if p.up is not None and p.running_since is None and not p.done]
+        if len(queued) >= 2:
+            wait = readings.at - 1000.5
+            assert view.engines[0].queue_age == pytest.approx(wait, abs=0.2)
+            assert view.engines[0].slack["interactive"] == pytest.approx(8.0 - wait, abs=0.2)
+    assert view.engines[0].queue_age == 0.0
+    assert view.engines[0].slack["interactive"] == 8.0
+
+
+person = st.builds(
+    Person,
+    asks=st.floats(0, 8),
+    tokens=st.integers(1, 150),
+    leaves=st.none() | st.floats(0.05, 4),
+    how=st.sampled_from(["fin", "vanish", "half-close"]),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    people=st.lists(person, min_size=1, max_size=8),
+    slots=st.integers(1, 6),
+    leaks=st.sampled_from([None, "edge", "held", "engine"]),
+    chain=st.booleans(),
+    events=st.booleans(),
+    failures=st.dictionaries(st.integers(0, 25), st.sampled_from(["sockets", "worker", "restart", "both"]), max_size=6),
+)
+def test_the_identity_holds_and_no_total_ever_falls(people, slots, leaks, chain, events, failures):
+    """out = useful + orphaned + pending + unattributed after every beat, no part below zero, no total falling, whatever
+    users do, whatever leaks, and whichever source fails or restarts when."""
+    world = World(people, slots=slots, leaks=leaks, chain=chain)
+    state, before, offset = start(world.topology), None, 0.0
+    for i, readings in enumerate(world.beats(40, events=events)):
+        failure = failures.get(i)
+        if failure in ("sockets", "both"):
+            readings = replace(readings, sockets=Reading(readings.at, error="no answer"))
+        page = readings.engines["worker"].value
+        if failure == "restart":
+            offset = page.generation_tokens
+        page = replace(page, generation_tokens=page.generation_tokens - offset)
+        pages = {"worker": Reading(readings.at, value=page)}
+        if failure in ("worker", "both"):
+            pages = {"worker": Reading(readings.at, error="refused", refused=True)}
+        state, view = step(state, replace(readings, engines=pages))
+        engine = view.engines[0]
+        sides = totals(engine.tokens)
+        assert sides["sum"] == pytest.approx(sides["out"], rel=1e-9, abs=1e-6)
+        parts = [engine.tokens.useful, engine.tokens.pending, engine.tokens.unattributed]
+        assert min([*parts, *engine.tokens.orphaned.values()]) >= 0
+        if before is not None:
+            old = before.engines[0]
+            assert engine.tokens.out >= old.tokens.out
+            assert engine.tokens.useful >= old.tokens.useful
+            assert engine.tokens.unattributed >= old.tokens.unattributed
+            assert all(engine.tokens.orphaned.get(hop, 0.0) >= n for hop, n in old.tokens.orphaned.items())
+            assert all(view.endings[key] >= n for key, n in before.endings.items())
+            assert engine.breach_seconds >= old.breach_seconds
+            assert engine.restarts >= old.restarts
+            assert engine.ghost_steps >= old.ghost_steps
+        assert engine.coverage is None or 0 <= engine.coverage <= 1
+        before = view

@@ -1,0 +1,281 @@
+"""A small world in simulated time, told as the kernel and an engine would tell it.
+
+It makes what the join reads (socket rows with ages, counters, final rows of closed sockets, an engine's page) from
+users, one proxy and one engine, and keeps the truth. No real time passes, so hypothesis can try hundreds of histories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokengap.readings import (
+    CLOSE_WAIT,
+    ESTABLISHED,
+    SOCKET,
+    TIMER_RETRANSMIT,
+    EnginePage,
+    ProcessTable,
+    Reading,
+    Readings,
+    SocketSnapshot,
+)
+from tokengap.topology import Endpoint, Engine, Hop, Topology
+
+EDGE, ADMIT, WORKER = 8080, 8090, 8100
+TICK = 0.01
+LOOPBACK = 0x0000FFFF_7F000001
+
+
+@dataclass
+class Sock:
+    """One simulated socket; instants in world seconds."""
+
+    cookie: int
+    sport: int
+    dport: int
+    sent: int = 0
+    acked: int = 0
+    received: int = 0
+    wqueue: int = 0
+    sent_at: float = 0.0
+    recv_at: float = 0.0
+    ack_at: float = 0.0
+    state: int = ESTABLISHED
+    timer: int = 0
+    retransmits: int = 0
+    closed: bool = False
+
+    def row(self, now: float) -> np.ndarray:
+        row = np.zeros(1, dtype=SOCKET)
+        row["cookie"] = row["inode"] = self.cookie
+        row["src_lo"] = row["dst_lo"] = LOOPBACK
+        row["sport"], row["dport"] = self.sport, self.dport
+        row["state"], row["timer"], row["retransmits"] = self.state, self.timer, self.retransmits
+        row["backoff"] = self.retransmits
+        row["rto_us"] = 200_000 * 2**self.retransmits
+        row["wqueue"] = self.wqueue
+        row["bytes_sent"], row["bytes_acked"], row["bytes_received"] = self.sent, self.acked, self.received
+        for column, instant in (
+            ("last_data_sent", self.sent_at),
+            ("last_data_recv", self.recv_at),
+            ("last_ack_recv", self.ack_at),
+        ):
+            row[column] = round((now - instant) * 250) * 4  # kernel ticks of 4 ms
+        return row
+
+
+@dataclass
+class Person:
+    """A user's plan and what became of it. ``leaves``: seconds after asking; ``how``: fin, vanish or half-close."""
+
+    asks: float
+    tokens: int
+    leaves: float | None = None
+    how: str = "fin"
+    got: int = 0
+    generated: int = 0
+    down: Sock | None = None
+    up: Sock | None = None
+    middle: tuple[Sock, Sock] | None = None  # the two ends of the connection between two hops
+    gone: bool = False
+    done: bool = False
+    running_since: float | None = None
+    dropped: bool = False
+
+    @property
+    def active(self) -> bool:
+        return self.up is not None and not self.done and not self.dropped
+
+
+@dataclass
+class World:
+    """Users, a proxy (or with ``chain`` two in a row) and an engine with ``slots``.
+
+    ``leaks``: "edge" or "admit" (that hop reads on), "held" (the edge reads on and keeps the dead client's socket in
+    CLOSE-WAIT), "engine" (generates on for closed connections), or None.
+    """
+
+    people: list[Person]
+    slots: int = 1
+    rate: float = 50.0
+    prefill: float = 0.1
+    leaks: str | None = None
+    chain: bool = False
+    chunk: int = 220
+    header: int = 180
+    skew: float = 0.01
+    now: float = 1000.0
+    generated: int = 0
+    finished: int = 0
+    closed: list[Sock] = field(default_factory=list)
+    cookies: int = 1
+    ports: int = 40000
+    debt: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.start = self.now
+        self.topology = Topology(
+            engines=(Engine("worker", f"http://127.0.0.1:{WORKER}", (Endpoint(None, WORKER),)),),
+            hops=(
+                Hop("edge", (Endpoint(None, EDGE),), ("admit" if self.chain else "worker",)),
+                *((Hop("admit", (Endpoint(None, ADMIT),), ("worker",)),) if self.chain else ()),
+            ),
+        )
+
+    def _socket(self, sport: int, dport: int) -> Sock:
+        self.cookies += 1
+        return Sock(self.cookies, sport, dport, sent_at=self.now, recv_at=self.now, ack_at=self.now)
+
+    def _close(self, sock: Sock | None) -> None:
+        if sock is not None and not sock.closed:
+            sock.closed = True
+            self.closed.append(sock)
+
+    def tick(self) -> None:
+        self.now += TICK
+        clock = self.now - self.start
+        for person in self.people:
+            if person.up is None and not person.dropped and clock >= person.asks:
+                self._ask(person)
+            stays = person.leaves is None or person.gone or not person.active
+            if not stays and clock >= person.asks + (person.leaves or 0.0):
+                self._leave(person)
+        self._generate()
+        for person in self.people:
+            down = person.down
+            if down is not None and not down.closed and down.timer == TIMER_RETRANSMIT:
+                down.retransmits = int(np.log2(max((self.now - down.ack_at) / 0.2, 1.0)))
+
+    def _ask(self, person: Person) -> None:
+        self.ports += 3
+        person.down = self._socket(EDGE, self.ports)
+        person.down.received, person.down.recv_at = 150, self.now
+        person.up = self._socket(self.ports + 1, WORKER)
+        person.up.sent, person.up.sent_at = 160, self.now
+        if self.chain:
+            out, in_ = self._socket(self.ports + 2, ADMIT), self._socket(ADMIT, self.ports + 2)
+            out.sent, in_.received = 155, 155
+            person.middle = (out, in_)
+
+    def _leave(self, person: Person) -> None:
+        assert person.down is not None
+        if person.how == "half-close":
+            person.down.state = CLOSE_WAIT
+            person.gone = False
+            person.leaves = None
+            return
+        person.gone = True
+        if person.how == "vanish":
+            person.down.timer = TIMER_RETRANSMIT
+            return
+        if self.leaks == "held":
+            person.down.state, person.down.received = CLOSE_WAIT, person.down.received + 1
+            person.down.ack_at = self.now
+            return
+        self._close(person.down)
+        if self.leaks == "edge":
+            return
+        for sock in person.middle or ():
+            self._close(sock)
+        if self.leaks == "admit":
+            return
+        self._close(person.up)
+        person.dropped = self.leaks != "engine"
+
+    def _generate(self) -> None:
+        """Run the engine for one tick: prefill, then every running sequence one token a step."""
+        queue = [p for p in self.people if p.up is not None and not p.done and not p.dropped]
+        running = [p for p in queue if p.running_since is not None]
+        for person in queue:
+            if len(running) >= self.slots:
+                break
+            if person.running_since is None:
+                person.running_since = self.now
+                running.append(person)
+        self.debt += self.rate * TICK
+        if self.debt < 1:
+            return
+        self.debt -= 1
+        for person in running:
+            if self.now - (person.running_since or 0.0) >= self.prefill:
+                self._token(person)
+
+    def _token(self, person: Person) -> None:
+        self.generated += 1
+        person.generated += 1
+        up, down = person.up, person.down
+        assert up is not None
+        assert down is not None
+        size = self.chunk + (self.header if person.generated == 1 else 0)
+        if not up.closed:
+            up.received, up.recv_at = up.received + size, self.now
+            if person.middle is not None and not person.middle[0].closed:
+                out, in_ = person.middle
+                in_.sent, in_.acked, in_.sent_at, in_.ack_at = in_.sent + size, in_.acked + size, self.now, self.now
+                out.received, out.recv_at = out.received + size, self.now
+            if (not down.closed and down.state == ESTABLISHED) or (down.state == CLOSE_WAIT and not person.gone):
+                down.sent, down.sent_at = down.sent + size, self.now
+                if person.gone:  # vanished: written, never acknowledged
+                    down.wqueue += size
+                else:
+                    down.acked, down.ack_at = down.acked + size, self.now
+                    person.got += 1
+        if person.generated >= person.tokens:
+            person.done = True
+            self.finished += 1
+            self._close(up)
+            for sock in person.middle or ():
+                self._close(sock)
+            if not (person.gone and person.how == "vanish"):
+                self._close(down)
+
+    def beats(self, seconds: float, *, interval: float = 1.0, events: bool = True) -> Iterator[Readings]:
+        """Yield the readings of each beat for so many seconds, until everything has ended, and two beats more."""
+        rest = 3
+        due = self.now
+        while self.now - self.start < seconds and rest:
+            while self.now < due:
+                self.tick()
+            due += interval
+            yield self.readings(events=events)
+            idle = all(p.done or p.dropped for p in self.people)
+            rest = rest - 1 if idle else 3
+
+    def readings(self, *, events: bool = True) -> Readings:
+        at = self.now
+        socks = [s for p in self.people for s in (p.down, p.up, *(p.middle or ())) if s is not None and not s.closed]
+        empty = np.zeros(0, dtype=SOCKET)
+        open_ = np.concatenate([empty, *(s.row(at) for s in socks)])
+        closed = np.concatenate([empty, *(s.row(at) for s in self.closed)]) if events else empty
+        closed["state"] = 7
+        self.closed = []
+        snapshot = SocketSnapshot(open_, closed, "sock_diag", events)
+        for _ in range(round(self.skew / TICK)):  # the pages are read a little after the sockets
+            self.tick()
+        queue = [p for p in self.people if p.up is not None and not p.done and not p.dropped]
+        page = EnginePage(
+            running=float(sum(p.running_since is not None for p in queue)),
+            waiting=float(sum(p.running_since is None for p in queue)),
+            generation_tokens=float(self.generated),
+            finished=float(self.finished),
+            start_time=1.0,
+            models=("m",),
+            ranks=1,
+        )
+        return Readings(
+            at=at,
+            wall=1.7e9 + at,
+            topology=self.topology,
+            sockets=Reading(at, value=snapshot),
+            engines={"worker": Reading(self.now, value=page)},
+            processes=Reading(at, value=ProcessTable()),
+        )
+
+    @property
+    def truth(self) -> dict[str, int]:
+        """Tokens generated, received by users, and neither."""
+        got = sum(p.got for p in self.people)
+        return {"out": self.generated, "useful": got, "gap": self.generated - got}
