@@ -67,14 +67,33 @@ class Sock:
         return row
 
 
+def mirror(row: np.ndarray) -> np.ndarray:
+    """Return the other end of a connection, as its host's kernel shows it."""
+    other = row.copy()
+    other["cookie"] += 1_000_000
+    other["inode"] += 1_000_000
+    other["sport"], other["dport"] = row["dport"], row["sport"]
+    other["bytes_sent"] = other["bytes_acked"] = row["bytes_received"]
+    other["bytes_received"] = row["bytes_sent"]
+    other["last_data_sent"], other["last_data_recv"] = row["last_data_recv"], row["last_data_sent"]
+    return other
+
+
 @dataclass
 class Person:
-    """A user's plan and what became of it. ``leaves``: seconds after asking; ``how``: fin, vanish or half-close."""
+    """A user's plan and what became of it.
+
+    ``leaves``: seconds after asking; ``how``: fin, vanish or half-close. ``via``: "edge"; or past it to the engine,
+    from a "local" process (both ends of the connection are on this host) or a "remote" host (one end is), or "unseen"
+    (neither is).
+    """
 
     asks: float
     tokens: int
     leaves: float | None = None
     how: str = "fin"
+    stream: bool = True
+    via: str = "edge"
     got: int = 0
     generated: int = 0
     down: Sock | None = None
@@ -95,7 +114,9 @@ class World:
     """Users, a proxy (or with ``chain`` two in a row) and an engine with ``slots``.
 
     ``leaks``: "edge" or "admit" (that hop reads on), "held" (the edge reads on and keeps the dead client's socket in
-    CLOSE-WAIT), "engine" (generates on for closed connections), or None.
+    CLOSE-WAIT), "engine" (generates on for closed connections), or None. ``pool``: upstream connections are kept and
+    used again. ``local``: the engine is on this host, so its accepted sockets are seen too. ``polls``: bytes of a page
+    that something on this host fetches from the engine twice a second over one connection.
     """
 
     people: list[Person]
@@ -104,6 +125,9 @@ class World:
     prefill: float = 0.1
     leaks: str | None = None
     chain: bool = False
+    pool: bool = False
+    local: bool = False
+    polls: int = 0
     chunk: int = 220
     header: int = 180
     skew: float = 0.01
@@ -114,6 +138,8 @@ class World:
     cookies: int = 1
     ports: int = 40000
     debt: float = 0.0
+    idle: list[Sock] = field(default_factory=list)
+    poller: Sock | None = None
 
     def __post_init__(self) -> None:
         self.start = self.now
@@ -134,8 +160,17 @@ class World:
             sock.closed = True
             self.closed.append(sock)
 
+    def _poll(self) -> None:
+        if self.poller is None:
+            self.poller = self._socket(39999, WORKER)
+        if (self.now - self.start) % 0.5 < TICK:
+            self.poller.sent, self.poller.sent_at = self.poller.sent + 120, self.now
+            self.poller.received, self.poller.recv_at = self.poller.received + self.polls, self.now
+
     def tick(self) -> None:
         self.now += TICK
+        if self.polls:
+            self._poll()
         clock = self.now - self.start
         for person in self.people:
             if person.up is None and not person.dropped and clock >= person.asks:
@@ -151,17 +186,22 @@ class World:
 
     def _ask(self, person: Person) -> None:
         self.ports += 3
-        person.down = self._socket(EDGE, self.ports)
-        person.down.received, person.down.recv_at = 150, self.now
-        person.up = self._socket(self.ports + 1, WORKER)
-        person.up.sent, person.up.sent_at = 160, self.now
-        if self.chain:
+        if person.via == "edge":
+            person.down = self._socket(EDGE, self.ports)
+            person.down.received, person.down.recv_at = 150, self.now
+        person.up = self.idle.pop() if self.idle else self._socket(self.ports + 1, WORKER)
+        person.up.sent, person.up.sent_at = person.up.sent + 160, self.now
+        if self.chain and person.via == "edge":
             out, in_ = self._socket(self.ports + 2, ADMIT), self._socket(ADMIT, self.ports + 2)
             out.sent, in_.received = 155, 155
             person.middle = (out, in_)
 
     def _leave(self, person: Person) -> None:
-        assert person.down is not None
+        if person.down is None:
+            person.gone = True
+            self._close(person.up)
+            person.dropped = self.leaks != "engine"
+            return
         if person.how == "half-close":
             person.down.state = CLOSE_WAIT
             person.gone = False
@@ -206,31 +246,48 @@ class World:
     def _token(self, person: Person) -> None:
         self.generated += 1
         person.generated += 1
+        last = person.generated >= person.tokens
+        if person.stream:
+            self._deliver(person, self.chunk + (self.header if person.generated == 1 else 0), 1)
+        elif last:
+            self._deliver(person, self.header + 300 + 5 * person.tokens, person.tokens)
+        if last:
+            self._finish(person)
+
+    def _deliver(self, person: Person, size: int, tokens: int) -> None:
         up, down = person.up, person.down
         assert up is not None
-        assert down is not None
-        size = self.chunk + (self.header if person.generated == 1 else 0)
-        if not up.closed:
-            up.received, up.recv_at = up.received + size, self.now
-            if person.middle is not None and not person.middle[0].closed:
-                out, in_ = person.middle
-                in_.sent, in_.acked, in_.sent_at, in_.ack_at = in_.sent + size, in_.acked + size, self.now, self.now
-                out.received, out.recv_at = out.received + size, self.now
-            if (not down.closed and down.state == ESTABLISHED) or (down.state == CLOSE_WAIT and not person.gone):
-                down.sent, down.sent_at = down.sent + size, self.now
-                if person.gone:  # vanished: written, never acknowledged
-                    down.wqueue += size
-                else:
-                    down.acked, down.ack_at = down.acked + size, self.now
-                    person.got += 1
-        if person.generated >= person.tokens:
-            person.done = True
-            self.finished += 1
-            self._close(up)
-            for sock in person.middle or ():
-                self._close(sock)
-            if not (person.gone and person.how == "vanish"):
-                self._close(down)
+        if up.closed:
+            return
+        up.received, up.recv_at = up.received + size, self.now
+        if down is None:
+            person.got += tokens
+            return
+        if person.middle is not None and not person.middle[0].closed:
+            out, in_ = person.middle
+            in_.sent, in_.acked, in_.sent_at, in_.ack_at = in_.sent + size, in_.acked + size, self.now, self.now
+            out.received, out.recv_at = out.received + size, self.now
+        held = down.state == CLOSE_WAIT and person.gone
+        if not down.closed and not held:
+            down.sent, down.sent_at = down.sent + size, self.now
+            if person.gone:  # vanished: written, never acknowledged
+                down.wqueue += size
+            else:
+                down.acked, down.ack_at = down.acked + size, self.now
+                person.got += tokens
+
+    def _finish(self, person: Person) -> None:
+        person.done = True
+        self.finished += 1
+        assert person.up is not None
+        if self.pool and not person.up.closed:
+            self.idle.append(person.up)
+        else:
+            self._close(person.up)
+        for sock in person.middle or ():
+            self._close(sock)
+        if not (person.gone and person.how == "vanish"):
+            self._close(person.down)
 
     def beats(self, seconds: float, *, interval: float = 1.0, events: bool = True) -> Iterator[Readings]:
         """Yield the readings of each beat for so many seconds, until everything has ended, and two beats more."""
@@ -246,10 +303,20 @@ class World:
 
     def readings(self, *, events: bool = True) -> Readings:
         at = self.now
-        socks = [s for p in self.people for s in (p.down, p.up, *(p.middle or ())) if s is not None and not s.closed]
+        ups = [p.up for p in self.people if p.up is not None and p.via in ("edge", "local")] + self.idle
+        near = {id(s): s for p in self.people for s in (p.down, *(p.middle or ())) if s is not None}
+        near |= {id(s): s for s in [*ups, self.poller] if s is not None}
+        far = [p.up for p in self.people if p.up is not None and p.via == "remote"]
+        if self.local:
+            far += [s for s in near.values() if s.dport == WORKER]
+        hidden = {id(p.up) for p in self.people if p.via in ("remote", "unseen")}
         empty = np.zeros(0, dtype=SOCKET)
-        open_ = np.concatenate([empty, *(s.row(at) for s in socks)])
-        closed = np.concatenate([empty, *(s.row(at) for s in self.closed)]) if events else empty
+        open_rows = [s.row(at) for s in near.values() if not s.closed]
+        open_rows += [mirror(s.row(at)) for s in {id(s): s for s in far}.values() if not s.closed]
+        gone_rows = [s.row(at) for s in self.closed if id(s) not in hidden]
+        gone_rows += [mirror(s.row(at)) for s in self.closed if id(s) in {id(f) for f in far}]
+        open_ = np.concatenate([empty, *open_rows])
+        closed = np.concatenate([empty, *gone_rows]) if events else empty
         closed["state"] = 7
         self.closed = []
         snapshot = SocketSnapshot(open_, closed, "sock_diag", events)
@@ -271,8 +338,14 @@ class World:
             topology=self.topology,
             sockets=Reading(at, value=snapshot),
             engines={"worker": Reading(self.now, value=page)},
-            processes=Reading(at, value=ProcessTable()),
+            processes=Reading(at, value=ProcessTable(owners=self.owners)),
         )
+
+    @property
+    def owners(self) -> dict[int, str]:
+        """Whose upstream sockets are whose: what a walk of the process table would answer."""
+        owners = {p.up.cookie: "edge" if p.via == "edge" else "" for p in self.people if p.up is not None}
+        return owners | ({self.poller.cookie: ""} if self.poller is not None else {})
 
     @property
     def truth(self) -> dict[str, int]:

@@ -55,10 +55,14 @@ class Fates:
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """Requests an engine has without a stream: ``leaked`` lost their socket as we looked, ``unseen`` never had one."""
+    """Requests an engine has without a stream: ``leaked`` lost their socket as we looked, ``unseen`` never had one.
 
-    leaked: float
-    unseen: float
+    ``now``: all of them in this beat, also those that may be a matter of a moment.
+    """
+
+    leaked: float = 0.0
+    unseen: float = 0.0
+    now: float = 0.0
 
 
 def excess(fates: Fates, page: EnginePage, streams: Owned, at: float) -> tuple[Fates, Excess]:
@@ -68,7 +72,7 @@ def excess(fates: Fates, page: EnginePage, streams: Owned, at: float) -> tuple[F
     what lasts two beats counts: the page is read after the sockets and may know of a request that they do not.
     """
     if page.running is None and page.waiting is None:
-        return fates, Excess(0.0, 0.0)
+        return fates, Excess()
     seg = streams.segments
     open_streams = int(np.isnan(seg["ended"]).sum())
     just_left = int(((seg["ended"] == at) & ~seg["trial"] & (streams.client >= VANISHED)).sum())
@@ -76,7 +80,7 @@ def excess(fates: Fates, page: EnginePage, streams: Owned, at: float) -> tuple[F
     lasting = min(now, fates.excess)
     usual = min(fates.usual, lasting) if fates.limbo or just_left else lasting
     leaked = min(now - usual, float(len(fates.limbo) + just_left))
-    return replace(fates, excess=now, usual=usual), Excess(leaked, max(lasting - leaked, 0.0))
+    return replace(fates, excess=now, usual=usual), Excess(leaked, max(lasting - leaked, 0.0), now)
 
 
 def end(

@@ -75,7 +75,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
 
     if snapshot is not None:
         in_engine = {
-            i: page.running + (page.waiting or 0.0)
+            i: _in_engine(page, state.engines[engine.name].fates)
             for i, engine in enumerate(topology.engines)
             if (page := pages.get(engine.name)) is not None and page.running is not None
         }
@@ -165,7 +165,9 @@ def _engine(
         limits=limits,
     )
     fates, book = memory.fates, memory.ledger
-    gap = endings.Excess(0.0, 0.0)
+    if seen is not None:
+        book = ledger.take_back(book, seen.returned[seen.returned["engine"] == index])
+    gap = endings.Excess()
     if page is not None:
         book = ledger.count(book, page)
         if own is not None:
@@ -233,6 +235,11 @@ def _engine(
     return memory, view, own
 
 
+def _in_engine(page: EnginePage, before: endings.Fates) -> streams.InEngine:
+    finished = (page.finished or 0.0) - before.finished if before.finished is not None else 0.0
+    return streams.InEngine((page.running or 0.0) + (page.waiting or 0.0), finished)
+
+
 def _own(seen: streams.Streams | None, index: int) -> ledger.Owned | None:
     """Return the streams that go to this engine."""
     if seen is None:
@@ -255,8 +262,8 @@ def _account(
     everyone = own if book.owed is None else own.plus(book.owed)
     if page is not None:
         silent = ledger.silent_sequences(book, own, page, gap.leaked, gap.unseen)
-        book = replace(book, owed=None, leaked=gap.leaked)
-        book, everyone = ledger.credit(book, everyone, silent, hop_names)
+        book = replace(book, owed=None, ran_on=(gap.leaked, gap.unseen))
+        book, everyone = ledger.credit(book, everyone, silent, hop_names, alone=gap.now == 0)
     book, everyone = ledger.settle(book, everyone, hop_names)
     if page is None:
         seg = everyone.segments

@@ -47,8 +47,8 @@ class Ledger:
 
     ``counter`` and ``born`` are the page's token counter and start time when last read; ``pool`` the tokens not yet
     placed, for ``waited`` beats. ``learned`` holds bytes and tokens seen together while nothing was silent, ``answers``
-    how many streams came at once and how many ended at all. ``leaked`` is how many requests ran on without a socket in
-    the beat before. ``owed`` are streams that ended while the page could not be read.
+    how many streams came at once and how many ended at all. ``ran_on``: requests without a socket in the beat before,
+    leaked and unseen. ``owed`` are streams that ended while the page could not be read.
     """
 
     tokens: Tokens = field(default_factory=Tokens)
@@ -58,7 +58,7 @@ class Ledger:
     waited: int = 0
     learned: tuple[float, float] = (0.0, 0.0)
     answers: tuple[float, float] = (0.0, 0.0)
-    leaked: float = 0.0
+    ran_on: tuple[float, float] = (0.0, 0.0)
     owed: Owned | None = None
 
     @property
@@ -131,10 +131,19 @@ def count(ledger: Ledger, page: EnginePage) -> Ledger:
     return replace(ledger, tokens=tokens, counter=counter, born=born, pool=ledger.pool + grown)
 
 
-def credit(ledger: Ledger, streams: Owned, silent: Silent, hops: tuple[str, ...]) -> tuple[Ledger, Owned]:
+def take_back(ledger: Ledger, segments: Segments) -> Ledger:
+    """Put the tokens of what turned out to be no stream back into the pool."""
+    tokens = segments["tokens"] - segments["useful"] - segments["orphaned"]
+    return replace(ledger, pool=ledger.pool + float(tokens.sum()))
+
+
+def credit(
+    ledger: Ledger, streams: Owned, silent: Silent, hops: tuple[str, ...], *, alone: bool
+) -> tuple[Ledger, Owned]:
     """Give the pool to the streams that earned it. Returns the streams with their tokens; bytes are used up.
 
     ``streams`` are those in flight and those that ended since the beat before; ``hops`` names indices, last "engine".
+    ``alone``: the engine has no request but these, so what their bytes are worth can be learned.
     """
     seg = streams.segments.copy()
     pool = ledger.pool
@@ -174,7 +183,7 @@ def credit(ledger: Ledger, streams: Owned, silent: Silent, hops: tuple[str, ...]
             rest, waited = 0.0, 0
 
     learned = ledger.learned
-    if bytes_ > 0 and pool > 0 and silent.count == 0:
+    if bytes_ > 0 and pool > 0 and silent.count == 0 and alone:
         learned = (FADE * learned[0] + bytes_, FADE * learned[1] + pool)
     # Bytes that met a page are used up, with or without tokens; those on trial wait for the verdict on their stream.
     seg["fresh"] = np.where(seg["trial"], seg["fresh"], 0.0)
@@ -197,8 +206,8 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
 
     delivered = np.where(ended & listening, seg["tokens"], seg["tokens"] * (1 - late))
     delivered = np.where(streams.client >= 0, delivered, 0.0)
-    useful = np.clip(np.maximum(seg["useful"], delivered), 0, seg["tokens"] - seg["orphaned"])
-    orphaned = np.where(left, seg["tokens"] - useful, seg["orphaned"])
+    useful = np.maximum(seg["useful"], np.minimum(delivered, seg["tokens"] - seg["orphaned"]))
+    orphaned = np.maximum(seg["orphaned"], np.where(left, seg["tokens"] - useful, 0.0))
     lost = np.where(ended & (streams.client < 0), seg["tokens"] - useful - orphaned, 0.0)
 
     tokens = ledger.tokens
@@ -226,7 +235,7 @@ def silent_sequences(ledger: Ledger, streams: Owned, page: EnginePage, leaked: f
 
     Of the streams that wait for a first byte, the youngest ``waiting`` are queued in the engine (first in, first out);
     the others run: they are in prefill, or their answer is not streamed. No more of them can run than the engine says.
-    What leaked in the beat before has run for a part of this one, even if it has finished since.
+    What had no socket in the beat before has run for a part of this one, even if it has finished since.
     """
     seg = streams.segments
     flying = np.isnan(seg["ended"]) & ~seg["trial"]
@@ -235,7 +244,7 @@ def silent_sequences(ledger: Ledger, streams: Owned, page: EnginePage, leaked: f
     running = int(page.running or 0)
     runs = max(min(len(mute) - int(page.waiting or 0), running - flowing), 0)
     oldest = mute[np.argsort(seg["asked"][mute], kind="stable")][:runs]
-    return Silent(oldest, ledger.unstreamed, max(leaked, ledger.leaked), unseen)
+    return Silent(oldest, ledger.unstreamed, max(leaked, ledger.ran_on[0]), max(unseen, ledger.ran_on[1]))
 
 
 def learn_answers(ledger: Ledger, streams: Owned, at: float, beat: float) -> Ledger:

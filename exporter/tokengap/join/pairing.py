@@ -8,39 +8,68 @@ who.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 
-def pair(
-    up: NDArray[np.float64],
-    down: NDArray[np.float64],
-    *,
-    never: NDArray[np.bool_],
-    held: NDArray[np.bool_],
-    tolerance: float,
-) -> list[tuple[int, int]]:
-    """Match upstream requests to clients; returns pairs of indices into ``up`` and ``down`` (request instants).
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """One side of the requests to be paired: upstream requests, or client sockets. Columns correspond.
 
-    First those within ``tolerance`` seconds, in order, as many as possible (for intervals of equal width, greedy in
-    order is optimal). Then what a proxy queued: an upstream request that ``never`` had a client goes to the client
-    that has been ``held`` longest, first in, first out.
+    ``asked``: the instant. ``answered``: answer bytes have come, or gone out. ``open``: what may still be paired out of
+    order: an upstream request that never had a client; a client socket that was there before this beat.
     """
-    up_order, down_order = np.argsort(up, kind="stable"), np.argsort(down, kind="stable")
+
+    asked: NDArray[np.float64]
+    answered: NDArray[np.bool_]
+    open: NDArray[np.bool_]
+
+
+def pair(up: Requests, down: Requests, *, tolerance: float) -> list[tuple[int, int]]:
+    """Match upstream requests to clients; returns pairs of indices into ``up`` and ``down``.
+
+    First those whose instants lie within ``tolerance`` seconds, and among them those that are both answered, or both
+    not. Then what a proxy queued: an upstream request that never had a client goes to the client that has waited
+    longest, first in, first out.
+    """
+    pairs: list[tuple[int, int]] = []
+    for phase in (True, False, None):
+        free_up = _free(up, [i for i, _ in pairs], phase)
+        free_down = _free(down, [j for _, j in pairs], phase)
+        pairs += _in_order(up.asked, down.asked, free_up, free_down, tolerance)
+    late = [i for i in _free(up, [i for i, _ in pairs], None) if up.open[i]]
+    waiting = [j for j in _free(down, [j for _, j in pairs], False) if down.open[j]]
+    for i in late:
+        if not waiting or down.asked[waiting[0]] > up.asked[i]:
+            break
+        pairs.append((i, waiting.pop(0)))
+    return pairs
+
+
+def _free(side: Requests, taken: list[int], answered: bool | None) -> list[int]:
+    """Return what is not taken, of one phase or (None) of both, oldest first."""
+    free = np.ones(len(side.asked), dtype=np.bool_)
+    free[taken] = False
+    if answered is not None:
+        free &= side.answered == answered
+    rows = np.flatnonzero(free)
+    return [int(i) for i in rows[np.argsort(side.asked[rows], kind="stable")]]
+
+
+def _in_order(
+    up: NDArray[np.float64], down: NDArray[np.float64], free_up: list[int], free_down: list[int], tolerance: float
+) -> list[tuple[int, int]]:
+    """Match as many as possible within the tolerance: with intervals of equal width, greedy in order is optimal."""
     pairs: list[tuple[int, int]] = []
     j = 0
-    for i in up_order:
-        while j < len(down_order) and down[down_order[j]] < up[i] - tolerance:
+    for i in free_up:
+        while j < len(free_down) and down[free_down[j]] < up[i] - tolerance:
             j += 1
-        if j < len(down_order) and down[down_order[j]] <= up[i] + tolerance:
-            pairs.append((int(i), int(down_order[j])))
+        if j < len(free_down) and down[free_down[j]] <= up[i] + tolerance:
+            pairs.append((i, free_down[j]))
             j += 1
-    up_done, down_done = {i for i, _ in pairs}, {j for _, j in pairs}
-    waiting = [j for j in down_order if held[j] and j not in down_done]
-    for i in (i for i in up_order if never[i] and i not in up_done):
-        if not waiting or down[waiting[0]] > up[i]:
-            break
-        pairs.append((int(i), int(waiting.pop(0))))
     return pairs
 
 

@@ -5,7 +5,7 @@ for clients that connect to the engine directly, the engine's accepted socket. R
 carrier sent, answers by what it received (for an engine's socket: the reverse).
 
 In flight or idle? One rule, stated here and applied in :func:`_at_rest`. A keep-alive upstream that carried an answer
-and is quiet now has either finished or is paused, and the kernel shows both alike:
+and is quiet now (no byte for a beat) has either finished or is paused, and the kernel shows both alike:
 
 =====================================  ========================================================================
 situation                              decision
@@ -14,8 +14,10 @@ request sent, no answer byte yet       in flight (queued or prefill, or an answe
 answer bytes since the beat before     in flight
 a new request on the same socket       the old stream has ended, a new one begins
 carrier destroyed, or in CLOSE-WAIT    ended
-quiet, engine's running + waiting      in flight while the engine has more requests than streams that are surely in
-known                                  flight, the least quiet first; else ended
+quiet, or its client just closed, and  in flight while the engine has requests to account for, the least silent first;
+engine's running + waiting known       else ended
+silent, and the engine finished more   ended, the most silent first
+than we saw end
 quiet, engine's counts not known       in flight for :data:`QUIET_PATIENCE`, then ended
 quiet, the client sends a new request  ended
 =====================================  ========================================================================
@@ -31,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE, VANISHED, Downstream, client_states
-from tokengap.join.pairing import pair, swap_movers
+from tokengap.join.pairing import Requests, pair, swap_movers
 from tokengap.join.sockets import Sides, Tracked, connection_keys, follow, locate, nobody, sides
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, UNKNOWN, SocketSnapshot
 from tokengap.topology import Topology
@@ -41,6 +43,9 @@ UNSEEN = -1
 
 #: Seconds for which a quiet stream counts as in flight when the engine does not say how many it has.
 QUIET_PATIENCE = 30.0
+
+#: Seconds of silence from which on a stream may have finished: longer than between two tokens of a busy engine.
+SILENT_SECONDS = 0.1
 
 #: Seconds after which an upstream request that a hop surely owns and that never had a client is an orphan: it was left
 #: before this exporter started, or within its first beat.
@@ -56,6 +61,9 @@ REFRAMING = 0.03
 #: Seconds by which two sockets may disagree about the instant of the same request (a few ms through every proxy
 #: measured, 4 ms ticks, a busy event loop in between).
 SAME_INSTANT = 0.05
+
+#: Bytes that a proxy may hold back from a client that it serves (nginx with proxy_buffering on: two buffers of 8 KB).
+HELD_BACK = 16 * 1024
 
 UNKNOWN_OWNER, OWNED, FOREIGN = 0, 1, 2
 
@@ -110,7 +118,6 @@ class StreamState:
     edges: frozenset[tuple[int, int, bool]]  # (hop, target, target is a hop): who forwards where
     ratio: NDArray[np.float64]
     questions: frozenset[int]  # inodes of carriers whose owner would settle something
-    denied: NDArray[np.int64]  # ids of quiet streams that the engine's count left no room for in the beat before
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +153,15 @@ class Streams:
     path: Path
     held: Held
     clients: NDArray[Any]  # the outermost client's socket row of each segment (readings.SOCKET), zeros when not seen
+    returned: Segments  # what turned out to be no stream of ours; its tokens go back to whoever earned them
+
+
+@dataclass(frozen=True, slots=True)
+class InEngine:
+    """How many requests an engine has, running and waiting, and how many it finished since the beat before."""
+
+    requests: float
+    finished: float
 
 
 def start(topology: Topology) -> StreamState:
@@ -167,7 +183,6 @@ def start(topology: Topology) -> StreamState:
         edges=frozenset(edges),
         ratio=np.full((len(topology.hops) + 1, 2), 65536.0),
         questions=frozenset(),
-        denied=np.zeros(0, dtype=np.int64),
     )
 
 
@@ -175,13 +190,13 @@ def advance(
     state: StreamState,
     snapshot: SocketSnapshot,
     at: float,
-    in_engine: Mapping[int, float],
+    engines: Mapping[int, InEngine],
     owners: Mapping[int, str],
     *,
     blur: float = 0.0,
 ) -> tuple[StreamState, Streams]:
-    """Take one snapshot in. ``in_engine``: running + waiting by engine index, where known. ``owners``: answers to the
-    questions of earlier beats. ``blur``: how long the dump lasted, the uncertainty of its ages."""
+    """Take one snapshot in. ``engines``: what each engine's page says, by index, where it could be read. ``owners``:
+    answers to the questions of earlier beats. ``blur``: how long the dump lasted, the uncertainty of its ages."""
     topology = state.topology
     both = np.concatenate([snapshot.open, snapshot.closed, nobody()])
     order = np.argsort(both["cookie"], kind="stable")
@@ -191,11 +206,15 @@ def advance(
 
     seg, foreign, edges = _hear_owners(state, owners, now)
     carriers = _carriers(now, side, foreign, edges)
-    seg = _grow(seg, now, carriers, at)
-    seg, next_id = _born(state, seg, now, side, carriers, at)
+    # No hop's after all, or an engine's socket whose other end is a hop's, where it is followed.
+    row = now.find(seg["carrier"])
+    ours = (seg["owner"] != FOREIGN) & ((row < 0) | carriers.is_carrier[row])
+    seg, returned = seg[ours], seg[~ours]
+    seg, taken = _grow(seg, now, carriers, state.at, at)
+    seg, next_id = _born(state, seg, now, side, carriers, taken, at)
     seg = _find_clients(seg, now, side, edges, at, blur)
     parent, inner = _links(seg, now)
-    seg, denied = _at_rest(seg, now, inner, in_engine, state.denied, at, topology.interval)
+    seg = _at_rest(seg, now, inner, engines, at, topology.interval)
     seg = _own(seg, at)
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
@@ -216,10 +235,9 @@ def advance(
         edges=edges,
         ratio=ratio,
         questions=questions,
-        denied=denied,
     )
     clients = now.rows[now.find(seg[path.first]["down"])]
-    return state, Streams(seg, path, _held(seg, now, side, at, topology.interval), clients)
+    return state, Streams(seg, path, _held(seg, now, side, at, topology.interval), clients, returned)
 
 
 def stays(seg: Segments) -> NDArray[np.bool_]:
@@ -230,7 +248,7 @@ def stays(seg: Segments) -> NDArray[np.bool_]:
 def _hear_owners(
     state: StreamState, owners: Mapping[int, str], now: Tracked
 ) -> tuple[Segments, NDArray[np.uint64], frozenset[tuple[int, int, bool]]]:
-    """Take the answers about owners in: drop what no hop owns (and remember it), learn who forwards where."""
+    """Take the answers about owners in: mark what no hop owns (and remember it), learn who forwards where."""
     seg = state.segments.copy()
     names = {hop.name: i for i, hop in enumerate(state.topology.hops)}
     edges = set(state.edges)
@@ -245,8 +263,7 @@ def _hear_owners(
             edges.add((names[owner], int(seg["to_hop"][i] if to_hop else seg["engine"][i]), to_hop))
         elif owner is not None:
             seg["owner"][i] = FOREIGN
-    strangers = seg["owner"] == FOREIGN
-    return seg[~strangers], np.union1d(state.foreign, seg["carrier"][strangers]), frozenset(edges)
+    return seg, np.union1d(state.foreign, seg["carrier"][seg["owner"] == FOREIGN]), frozenset(edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,18 +308,26 @@ def _carriers(
     return _Carriers(upstream | direct, direct, d_question, d_answer, answer, waiting & asked, asked)
 
 
-def _grow(seg: Segments, now: Tracked, carriers: _Carriers, at: float) -> Segments:
-    """Add what arrived to the streams in flight; end those whose socket is destroyed or carries a new request."""
+def _grow(
+    seg: Segments, now: Tracked, carriers: _Carriers, before: float, at: float
+) -> tuple[Segments, NDArray[np.int64]]:
+    """Add what arrived to the streams in flight; end those whose socket is destroyed or carries a new request.
+
+    Returns also, for each socket, how much of what arrived on it is taken.
+    """
     rows = now.find(seg["carrier"])
-    # A socket of the engine turns out to be the other end of a hop's upstream socket: it is followed there.
-    followed_elsewhere = (rows >= 0) & ~carriers.is_carrier[rows]
-    seg, rows = seg[~followed_elsewhere], rows[~followed_elsewhere]
     here = rows >= 0
     state = now.rows["state"][rows]
     closing = here & ~now.ended[rows] & ((state == FIN_WAIT1) | ((state == CLOSE_WAIT) & ~carriers.direct[rows]))
     flying = np.isnan(seg["ended"])
     arrived = np.where(flying, carriers.d_answer[rows], 0)
     arrived = np.where(closing & (arrived == 1), 0, arrived)  # the peer's FIN counts as a byte
+    answered_before = ~np.isnan(seg["answered"])
+    asked_again = flying & here & answered_before & (carriers.d_question[rows] > 0)
+    asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
+    # Of what came since the beat before, the old answer has what came before the new question, by time.
+    share = np.clip((now.track["asked"][rows] - before) / max(at - before, 1e-9), 0, 1)
+    arrived = np.where(asked_again & ~carriers.waiting[rows], np.round(arrived * share).astype(np.int64), arrived)
 
     first = (arrived > 0) & np.isnan(seg["answered"])
     seg["answered"] = np.where(first, at, seg["answered"])
@@ -311,24 +336,28 @@ def _grow(seg: Segments, now: Tracked, carriers: _Carriers, at: float) -> Segmen
     seg["supply"] += arrived
     seg["fresh"] += np.maximum(seg["supply"] - HEADER_BYTES, 0) - body_before
 
-    answered_before = ~np.isnan(seg["answered"]) & ~first
-    asked_again = here & answered_before & (carriers.d_question[rows] > 0)
-    asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
     over = ~here | now.ended[rows] | asked_again | closing
     seg["ended"] = np.where(over & flying, at, seg["ended"])
     # A request that came in pieces is complete with its last one.
     still_asking = here & flying & np.isnan(seg["answered"]) & ~now.ended[rows]
     seg["asked"] = np.where(still_asking, now.track["asked"][rows], seg["asked"])
-    return seg
+    taken = np.zeros(len(now.rows), dtype=np.int64)
+    taken[rows[here]] = arrived[here]
+    return seg, taken
 
 
 def _born(
-    state: StreamState, seg: Segments, now: Tracked, side: Sides, carriers: _Carriers, at: float
+    state: StreamState,
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    carriers: _Carriers,
+    taken: NDArray[np.int64],
+    at: float,
 ) -> tuple[Segments, int]:
     """Begin a stream for every carrier with a request and no stream."""
     rows, first_beat = now.rows, state.track is None
-    carrying = np.sort(seg["carrier"][np.isnan(seg["ended"])])
-    taken = locate(carrying, rows["cookie"]) >= 0
+    carrying = locate(np.sort(seg["carrier"][np.isnan(seg["ended"])]), rows["cookie"]) >= 0
     replaced = locate(np.sort(seg["carrier"][seg["ended"] == at]), rows["cookie"]) >= 0
 
     new = ~now.known & carriers.asked
@@ -336,15 +365,14 @@ def _born(
         new &= carriers.waiting | (now.track["grew"] > at - 1.5 * state.topology.interval)
     asks = carriers.waiting | (carriers.d_question > 0)
     resumes = (carriers.d_answer > 1) & ~replaced  # 1: the peer's FIN
-    begin = carriers.is_carrier & ~taken & (new | (now.known & ~now.ended & (asks | resumes)))
+    begin = carriers.is_carrier & ~carrying & (new | (now.known & ~now.ended & (asks | resumes)))
     begin &= (rows["state"] == ESTABLISHED) | (now.ended & ~now.known)
 
     at_rows = np.flatnonzero(begin)
     born = np.zeros(len(at_rows), dtype=SEGMENT)
     answer = np.maximum(carriers.answer[at_rows], 0)
-    d_answer = carriers.d_answer[at_rows]
-    # Answer bytes of this beat are the new stream's, unless a stream that ended in this beat took them already.
-    base = np.where(replaced[at_rows], answer, answer - d_answer)
+    # Answer bytes of this beat are the new stream's, less what a stream that ended in this beat has taken.
+    base = answer - carriers.d_answer[at_rows] + taken[at_rows]
     if first_beat:
         base = answer
     born["id"] = state.next_id + np.arange(len(at_rows))
@@ -404,10 +432,8 @@ def _find_clients(
         candidates = np.flatnonzero(free & (side.down == hop))
         if len(wanting) and len(candidates):
             matches = pair(
-                seg["asked"][wanting],
-                now.track["asked"][candidates],
-                never=seg["down"][wanting] == 0,
-                held=waits[candidates] & now.known[candidates],
+                Requests(seg["asked"][wanting], ~np.isnan(seg["answered"][wanting]), seg["down"][wanting] == 0),
+                Requests(now.track["asked"][candidates], ~waits[candidates], now.known[candidates]),
                 tolerance=SAME_INSTANT + blur,
             )
             for i, j in matches:
@@ -449,64 +475,75 @@ def _share(seg: Segments, now: Tracked, side: Sides, hop: int, needy: NDArray[np
 def _swap(seg: Segments, now: Tracked, hop: int, mine: NDArray[np.bool_], at: float, blur: float) -> None:
     """Correct pairs of simultaneous requests: a client that receives while its stream is silent belongs to a stream
     that receives while its client is not."""
-    flying = np.flatnonzero(mine & (seg["hop"] == hop) & ~seg["shared"] & (seg["carrier"] != seg["down"]))
+    flying = np.flatnonzero(mine & ~seg["shared"] & (seg["carrier"] != seg["down"]))
     rows = now.find(seg["down"][flying])
     went_down = now.d_written[rows]
     came_up = np.where(seg["grew"][flying] == at, seg["fresh"][flying] + 1, 0)
-    silent = np.flatnonzero((went_down > 0) & (came_up == 0) & np.isnan(seg["ended"][flying]))
+    going = np.isnan(seg["ended"][flying])
+    silent = np.flatnonzero((went_down > 0) & (came_up == 0) & going)
     unheard = np.flatnonzero((went_down == 0) & (came_up > 0))
-    if not len(silent) or not len(unheard):
+    if not len(unheard):
         return
+    asked_down, asked_up = now.track["asked"][rows], seg["asked"][flying]
+    tolerance = 2 * SAME_INSTANT + blur
     matches = swap_movers(
-        went_down[silent],
-        came_up[unheard],
-        now.track["asked"][rows[silent]],
-        seg["asked"][flying[unheard]],
-        tolerance=2 * SAME_INSTANT + blur,
+        went_down[silent], came_up[unheard], asked_down[silent], asked_up[unheard], tolerance=tolerance
     )
-    for a, b in matches:
-        both = np.array([flying[silent[a]], flying[unheard[b]]])
+    swaps = [(silent[a], unheard[b]) for a, b in matches]
+    # More came up than any proxy holds back, and this client never got a byte: it waits for another stream, one that
+    # has no client and waits as well.
+    never_fed = going & (rows >= 0) & (seg["acked"][flying] == 0) & (seg["supply"][flying] > HELD_BACK)
+    fed = np.setdiff1d(np.flatnonzero(never_fed & (went_down == 0)), [j for _, j in swaps])
+    lonely = np.flatnonzero(going & (rows < 0) & np.isnan(seg["answered"][flying]))
+    for b in fed if len(lonely) else ():
+        gap = np.abs(asked_up[lonely] - asked_down[b])
+        if gap.min(initial=np.inf) <= tolerance:
+            swaps.append((lonely[gap.argmin()], b))
+            lonely = np.delete(lonely, gap.argmin())
+    for a, b in swaps:
+        both = np.array([flying[a], flying[b]])
         for column in ("down", "base_down", "acked", "client", "gone"):
             seg[column][both] = seg[column][both[::-1]]
         seg["lag"][both] = np.nan
+        seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
 
 
 def _at_rest(
-    seg: Segments,
-    now: Tracked,
-    inner: NDArray[np.intp],
-    in_engine: Mapping[int, float],
-    denied_before: NDArray[np.int64],
-    at: float,
-    interval: float,
-) -> tuple[Segments, NDArray[np.int64]]:
-    """End the quiet streams that have finished (the table in this module's docstring).
-
-    Returns also the ids of those that the engine's count leaves no room for, for the first time: the page is read
-    after the sockets and may know of an end, or a beginning, that the sockets do not show yet.
-    """
+    seg: Segments, now: Tracked, inner: NDArray[np.intp], engines: Mapping[int, InEngine], at: float, interval: float
+) -> Segments:
+    """End the streams that have finished on a socket that stays (the table in this module's docstring)."""
     flying = np.isnan(seg["ended"])
-    quiet = flying & ~np.isnan(seg["answered"]) & (at - seg["grew"] >= 0.9 * interval)
+    answered = flying & ~np.isnan(seg["answered"])
+    carrier = now.rows[now.find(seg["carrier"])]
+    answer_age = np.where(seg["carrier"] == seg["down"], carrier["last_data_sent"], carrier["last_data_recv"])
+    silence = np.where(answer_age >= 0, answer_age / 1e3, at - seg["grew"])
+    quiet = answered & (silence >= 0.9 * interval) & (seg["grew"] < at)
+
     rows = now.find(seg["down"])
     moved_on = (rows >= 0) & (seg["carrier"] != seg["down"]) & ~seg["shared"]
     moved_on &= now.track["asked"][rows] > seg["grew"]
     carried_on = (inner >= 0) & flying[inner]
     over = quiet & (moved_on | seg["trial"] | ((seg["to_hop"] >= 0) & ~carried_on))
 
-    refused = [np.zeros(0, dtype=np.int64)]
-    undecided = quiet & ~over & (seg["engine"] >= 0)
+    just_closed = (seg["down"] > 0) & np.isnan(seg["gone"]) & ((rows < 0) | now.ended[rows])
+    cut = just_closed & now.ended[now.find(seg["carrier"])]  # both sides at once: finished, or not
+    undecided = answered & ~over & ~seg["trial"] & (seg["engine"] >= 0)
     for engine in np.unique(seg["engine"][undecided]):
         mine = np.flatnonzero(undecided & (seg["engine"] == engine))
-        if engine not in in_engine:
-            over[mine] = at - seg["grew"][mine] > QUIET_PATIENCE
+        if engine not in engines:
+            over[mine] = quiet[mine] & (silence[mine] > QUIET_PATIENCE)
             continue
-        surely = int((flying & ~quiet & ~seg["trial"] & (seg["engine"] == engine)).sum())
-        room = max(int(in_engine[engine]) - surely, 0)
-        no_room = mine[np.argsort(-seg["grew"][mine], kind="stable")][room:]
-        over[no_room] = np.isin(seg["id"][no_room], denied_before)
-        refused.append(seg["id"][no_room])
+        here = (seg["engine"] == engine) & ~seg["trial"]
+        room = max(int(engines[engine].requests) - int((here & flying & ~answered).sum()), 0)
+        # Of two as silent as each other, the one whose client has closed has finished.
+        no_room = mine[np.argsort(silence[mine] + SAME_INSTANT * just_closed[mine], kind="stable")][room:]
+        over[no_room] = quiet[no_room] | just_closed[no_room]
+        # The engine finished more than we saw end: the longest silent of these, without waiting for another beat.
+        unexplained = int(engines[engine].finished) - int((here & (over | (seg["ended"] == at)) & ~cut).sum())
+        silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room]]
+        over[silent[::-1][: max(unexplained, 0)]] = True
     seg["ended"] = np.where(over, at, seg["ended"])
-    return seg, np.concatenate(refused)
+    return seg
 
 
 def _own(seg: Segments, at: float) -> Segments:

@@ -1,0 +1,84 @@
+"""Pairing by instants and by flow."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokengap.join.pairing import Requests, pair, swap_movers
+
+
+def requests(asked, answered=None, open_=None):
+    asked = np.array(asked, dtype=float)
+    answered = np.zeros(len(asked), dtype=bool) if answered is None else np.array(answered)
+    return Requests(asked, answered, np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_))
+
+
+def pairs(up, down, *, up_answered=None, down_answered=None, never=None, held=None, tolerance=0.05):
+    held = [False] * len(down) if held is None else held
+    found = pair(requests(up, up_answered, never), requests(down, down_answered, held), tolerance=tolerance)
+    return sorted(found)
+
+
+def test_the_instants_recorded_through_nginx_pair_one_to_one():
+    """Ages 756/756, 556/556, 480/480, 436/436, 412/412, 300/300 ms pair each with its own, in any order."""
+    ages = np.array([756, 556, 480, 436, 412, 300]) / 1e3
+    shuffled = ages[[3, 0, 5, 1, 4, 2]]
+    found = pairs(-ages, -shuffled, tolerance=0.01)
+    assert [(-ages[i], -shuffled[j]) for i, j in found] == [(-a, -a) for a in ages]
+
+
+def test_of_one_burst_the_answered_belong_together():
+    """Three requests of one instant, two answered: the client that is being answered gets an answered stream."""
+    found = pairs([5.0, 5.0, 5.0], [5.0, 5.0], up_answered=[False, True, True], down_answered=[True, False])
+    assert found in ([(0, 1), (1, 0)], [(0, 1), (2, 0)])
+
+
+def test_a_request_outside_the_tolerance_has_no_client():
+    """60 ms apart is another request when 50 ms is the tolerance."""
+    assert pairs([10.0], [10.06]) == []
+    assert pairs([10.0], [10.04]) == [(0, 0)]
+
+
+def test_what_a_proxy_queued_goes_out_first_in_first_out():
+    """Requests that HAProxy passes on late (maxconn) belong to the clients that have been held longest."""
+    assert pairs([20.0, 21.0], [15.0, 16.0, 17.0], held=[True, True, True]) == [(0, 0), (1, 1)]
+
+
+def test_a_held_client_is_not_given_to_a_stream_that_had_one():
+    """A stream whose client left is an orphan, not the next client's."""
+    assert pairs([20.0], [15.0], never=[False], held=[True]) == []
+
+
+def test_a_client_that_asked_later_cannot_be_the_client_of_an_earlier_request():
+    """First in, first out never runs backwards in time."""
+    assert pairs([20.0], [25.0], held=[True]) == []
+
+
+@given(
+    st.lists(st.floats(0, 10), max_size=12),
+    st.lists(st.floats(0, 10), max_size=12),
+)
+def test_pairs_are_one_to_one_within_tolerance_and_as_many_as_possible(up, down):
+    """Nobody is paired twice, every pair is within the tolerance, and no further pair could have been made by giving
+    everyone their nearest free partner."""
+    found = pairs(up, down)
+    assert len({i for i, _ in found}) == len(found) == len({j for _, j in found})
+    assert all(abs(up[i] - down[j]) <= 0.05 + 1e-9 for i, j in found)
+    free_up = [u for i, u in enumerate(up) if i not in {i for i, _ in found}]
+    free_down = [d for j, d in enumerate(down) if j not in {j for _, j in found}]
+    assert not any(abs(u - d) < 0.05 - 1e-9 for u in free_up for d in free_down)
+
+
+def test_swapped_partners_find_each_other_by_volume():
+    """Of one burst, the client that got 4,000 bytes belongs to the stream that got 4,180, not to the one with 900."""
+    found = swap_movers(
+        np.array([4000, 800]), np.array([900.0, 4180.0]), np.array([5.0, 5.0]), np.array([5.0, 5.01]), tolerance=0.1
+    )
+    assert sorted(found) == [(0, 1), (1, 0)]
+
+
+def test_movers_of_different_bursts_are_not_swapped():
+    """A client and a stream whose requests lie a second apart were never confused."""
+    assert swap_movers(np.array([4000]), np.array([4000.0]), np.array([5.0]), np.array([6.0]), tolerance=0.1) == []
