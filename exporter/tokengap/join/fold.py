@@ -40,6 +40,8 @@ class EngineMemory:
     most_running: float | None = None
     skipped: Mapping[str, int] = field(default_factory=dict)
     models: tuple[str, ...] = ()
+    restarts: int = 0
+    covered: bool = False  # when last it had requests, we saw a socket of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ def _engine(
         memory.verdict,
         at=at,
         reading=reading,
-        open_streams=open_streams if own is not None else None,
+        open_streams=open_streams if own is not None and (memory.covered or _is_local(engine)) else None,
         open_flowing=flowing,
         limits=limits,
     )
@@ -173,7 +175,7 @@ def _engine(
         if own is not None:
             fates, gap = endings.excess(fates, page, own, readings.sockets.at)
     if own is not None:
-        died = reading.refused or judgement.state in ("dead", "restarted")
+        died = reading.refused or judgement.restarts > memory.restarts
         fates, whole = endings.end(
             fates,
             own,
@@ -209,7 +211,10 @@ def _engine(
     for reason, n in (page.skipped if page is not None else {}).items():
         skipped[reason] = skipped.get(reason, 0) + n
     models = page.models if page is not None and page.models else memory.models
-    memory = EngineMemory(book, fates, curve, judge, breach, most, skipped, models)
+    covered = memory.covered
+    if own is not None and page is not None and (page.running or page.waiting):
+        covered = gap.now == 0
+    memory = EngineMemory(book, fates, curve, judge, breach, most, skipped, models, judgement.restarts, covered)
     view = EngineView(
         name=engine.name,
         url=engine.url,
@@ -330,6 +335,11 @@ def _slots(
     if table is not None and table.slots.get(engine.name):
         return float(table.slots[engine.name]), "commandline"
     return (most, "observed") if most else (None, None)
+
+
+def _is_local(engine: Engine) -> bool:
+    """Tell whether the engine's own sockets are among those we read, so that "no socket" means "no client"."""
+    return any(endpoint.address is None for endpoint in engine.endpoints)
 
 
 def _coverage(page: EnginePage | None, open_streams: int, gap: endings.Excess) -> float | None:
