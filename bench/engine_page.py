@@ -1,0 +1,60 @@
+"""How much faster the engine page is read than by prometheus_client's parser, on the same bytes in the same run.
+
+``ratio_parser_to_ours`` is for a busy page of vLLM 0.32.0, ``..._8_ranks`` for vLLM 0.33.0 with eight data-parallel
+ranks. The two readers take turns; each figure is the fastest of its rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tokengap.sources.engine import parse_page
+
+RECORDED = Path(__file__).parent.parent / "tests" / "recorded"
+PAGES = {"": "vllm-0.32.0/busy-1.prom", "_8_ranks": "vllm-pages/vllm-0.33.0-engines8.prom"}
+ROUNDS = 50
+
+
+def seconds(read: Callable[[], object]) -> float:
+    """Time one call."""
+    started = time.perf_counter()
+    read()
+    return time.perf_counter() - started
+
+
+def measure(page: bytes) -> tuple[float, float]:
+    """Return the fastest time of the parser and of ours, in seconds."""
+    theirs = ours = float("inf")
+    for _ in range(ROUNDS):
+        theirs = min(theirs, seconds(lambda: list(text_string_to_metric_families(page.decode()))))
+        ours = min(ours, seconds(lambda: parse_page(page)))
+    return theirs, ours
+
+
+def main() -> None:
+    """Print the figures as a table, or as one JSON object with ``--json``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    as_json = parser.parse_args().json
+
+    figures: dict[str, float] = {}
+    for suffix, name in PAGES.items():
+        theirs, ours = measure((RECORDED / name).read_bytes())
+        figures[f"ratio_parser_to_ours{suffix}"] = round(theirs / ours, 1)
+        figures[f"parser_ms{suffix}"] = round(theirs * 1e3, 3)
+        figures[f"ours_ms{suffix}"] = round(ours * 1e3, 3)
+    if as_json:
+        print(json.dumps(figures))
+        return
+    for key, value in figures.items():
+        print(f"{key:32} {value:>10g}")
+
+
+if __name__ == "__main__":
+    main()
