@@ -211,13 +211,18 @@ person = st.builds(
     pool=st.booleans(),
     local=st.booleans(),
     polls=st.sampled_from([0, 45_000]),
+    header_first=st.booleans(),
     events=st.booleans(),
     failures=st.dictionaries(st.integers(0, 25), st.sampled_from(["sockets", "worker", "restart", "both"]), max_size=6),
 )
-def test_the_identity_holds_and_no_total_ever_falls(people, slots, leaks, chain, pool, local, polls, events, failures):
+def test_the_identity_holds_and_no_total_ever_falls(
+    people, slots, leaks, chain, pool, local, polls, header_first, events, failures
+):
     """out = useful + orphaned + pending + unattributed after every beat, no part below zero, no total falling, whatever
     users do, whatever leaks, and whichever source fails or restarts when."""
-    world = World(people, slots=slots, leaks=leaks, chain=chain, pool=pool, local=local, polls=polls)
+    world = World(
+        people, slots=slots, leaks=leaks, chain=chain, pool=pool, local=local, polls=polls, header_first=header_first
+    )
     state, before, offset = start(world.topology), None, 0.0
     for i, readings in enumerate(world.beats(40, events=events)):
         failure = failures.get(i)

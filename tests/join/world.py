@@ -115,7 +115,8 @@ class World:
 
     ``leaks``: "edge" or "admit" (that hop reads on), "held" (the edge reads on and keeps the dead client's socket in
     CLOSE-WAIT), "engine" (generates on for closed connections), or None. ``pool``: upstream connections are kept and
-    used again. ``local``: the engine is on this host, so its accepted sockets are seen too. ``polls``: bytes of a page
+    used again. ``header_first``: the answer's header comes with the acceptance, not with the first token, as from vLLM.
+    ``local``: the engine is on this host, so its accepted sockets are seen too. ``polls``: bytes of a page
     that something on this host fetches from the engine twice a second over one connection.
     """
 
@@ -130,6 +131,7 @@ class World:
     polls: int = 0
     chunk: int = 220
     header: int = 180
+    header_first: bool = True
     skew: float = 0.01
     now: float = 1000.0
     generated: int = 0
@@ -195,6 +197,8 @@ class World:
             out, in_ = self._socket(self.ports + 2, ADMIT), self._socket(ADMIT, self.ports + 2)
             out.sent, in_.received = 155, 155
             person.middle = (out, in_)
+        if self.header_first and person.stream:
+            self._deliver(person, self.header, 0)
 
     def _leave(self, person: Person) -> None:
         if person.down is None:
@@ -248,7 +252,8 @@ class World:
         person.generated += 1
         last = person.generated >= person.tokens
         if person.stream:
-            self._deliver(person, self.chunk + (self.header if person.generated == 1 else 0), 1)
+            header = self.header if person.generated == 1 and not self.header_first else 0
+            self._deliver(person, self.chunk + header, 1)
         elif last:
             self._deliver(person, self.header + 300 + 5 * person.tokens, person.tokens)
         if last:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
-from tokengap.join.streams import HEADER_BYTES, Segments
+from tokengap.join.streams import Segments, body
 from tokengap.readings import EnginePage
 from tokengap.view import Tokens
 
@@ -198,8 +198,8 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
     Nothing ever moves back: a client that was taken for gone and is not keeps what was lost to it as lost.
     """
     seg = streams.segments.copy()
-    body = np.maximum(seg["supply"] - HEADER_BYTES, 0)
-    late = np.divide(seg["behind"], body, out=np.ones(len(seg)), where=body > 0)
+    answer = body(seg)
+    late = np.divide(seg["behind"], answer, out=np.ones(len(seg)), where=answer > 0)
     ended = ~np.isnan(seg["ended"]) & ~seg["draining"]
     left = streams.client >= VANISHED
     listening = (streams.client >= 0) & ~left

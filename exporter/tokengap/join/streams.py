@@ -11,6 +11,7 @@ and is quiet now (no byte for a beat) has either finished or is paused, and the 
 situation                              decision
 =====================================  ========================================================================
 request sent, no answer byte yet       in flight (queued or prefill, or an answer that is not streamed)
+a header and no more                   as "quiet" below: a small page answered at once looks the same
 answer bytes since the beat before     in flight
 a new request on the same socket       the old stream has ended, a new one begins
 carrier destroyed, or in CLOSE-WAIT    ended
@@ -51,8 +52,12 @@ SILENT_SECONDS = 0.1
 #: before this exporter started, or within its first beat.
 NEVER_PAIRED_SECONDS = 2.0
 
-#: An HTTP/1.1 answer's header and the chat format's opening chunk, bytes; learned nowhere, small, and only subtracted.
-HEADER_BYTES = 200
+#: vLLM (any Starlette application) sends the header of a streamed answer when the request is accepted, long before the
+#: first token: at most so many bytes, within so many seconds. They are no sign of life of the model.
+HEADER_MOST, HEADER_SECONDS = 1024, 0.1
+
+#: The size of such a header where none was seen on its own.
+HEADER_USUAL = 200
 
 #: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
 #: the chunks acknowledges slightly other numbers of bytes than it received.
@@ -78,7 +83,7 @@ SEGMENT = np.dtype(
         ("down", "u8"),  # cookie of the client-facing socket; 0 never seen
         ("asked", "f8"),
         ("born", "f8"),  # first seen
-        ("answered", "f8"),  # first answer byte seen
+        ("answered", "f8"),  # first bytes beyond the header seen: its first token
         ("grew", "f8"),  # newest answer byte seen
         ("ended", "f8"),
         ("gone", "f8"),  # since when the client is known to be gone or vanished, at this hop
@@ -89,6 +94,7 @@ SEGMENT = np.dtype(
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
         ("base_up", "i8"),  # bytes on the carrier before this request
         ("base_down", "i8"),
+        ("header", "i8"),  # bytes of the header, 0 while not seen on its own
         ("supply", "i8"),  # answer bytes so far, header included
         ("acked", "i8"),  # bytes acknowledged by the client facing this hop, since the request
         ("fresh", "f8"),  # answer bytes, header excluded, not yet credited with tokens
@@ -104,6 +110,12 @@ SEGMENT = np.dtype(
 Segments = NDArray[Any]
 
 
+def body(segments: Segments) -> NDArray[np.int64]:
+    """Return the answer bytes of each stream that are not its header."""
+    header = np.where(segments["header"] > 0, segments["header"], HEADER_USUAL)
+    return np.asarray(np.maximum(segments["supply"] - header, 0), dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class StreamState:
     """What is remembered between beats. ``ratio`` holds, per hop (and last the engine), the bytes acknowledged by
@@ -117,6 +129,7 @@ class StreamState:
     foreign: NDArray[np.uint64]  # cookies of upstream-looking sockets that no hop owns
     edges: frozenset[tuple[int, int, bool]]  # (hop, target, target is a hop): who forwards where
     ratio: NDArray[np.float64]
+    headers: NDArray[np.int64]  # size of the header that each engine sends before the first token, 0 not known
     questions: frozenset[int]  # inodes of carriers whose owner would settle something
 
 
@@ -182,6 +195,7 @@ def start(topology: Topology) -> StreamState:
         foreign=np.zeros(0, dtype=np.uint64),
         edges=frozenset(edges),
         ratio=np.full((len(topology.hops) + 1, 2), 65536.0),
+        headers=np.zeros(len(topology.engines), dtype=np.int64),
         questions=frozenset(),
     )
 
@@ -211,10 +225,11 @@ def advance(
     ours = (seg["owner"] != FOREIGN) & ((row < 0) | carriers.is_carrier[row])
     seg, returned = seg[ours], seg[~ours]
     seg, taken = _grow(seg, now, carriers, state.at, at)
-    seg, next_id = _born(state, seg, now, side, carriers, taken, at)
+    headers = _learn_headers(seg, state.headers, at)
+    seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
     seg = _find_clients(seg, now, side, edges, at, blur)
     parent, inner = _links(seg, now)
-    seg = _at_rest(seg, now, inner, engines, at, topology.interval)
+    seg = _at_rest(seg, now, inner, engines, headers, at, topology.interval)
     seg = _own(seg, at)
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
@@ -234,6 +249,7 @@ def advance(
         foreign=np.intersect1d(foreign, now.rows["cookie"]),
         edges=edges,
         ratio=ratio,
+        headers=headers,
         questions=questions,
     )
     clients = now.rows[now.find(seg[path.first]["down"])]
@@ -270,7 +286,8 @@ def _hear_owners(
 class _Carriers:
     """Per socket row: is it a carrier, does it belong to the engine itself, how much question and answer it carried.
 
-    ``waiting``: a question was sent after the last answer byte. ``asked``: any question was ever sent.
+    ``early``: the newest answer byte came right after the newest question, as a header does. ``waiting``: a question
+    was sent and its answer, other than a header, has not begun. ``asked``: any question was ever sent.
     """
 
     is_carrier: NDArray[np.bool_]
@@ -278,6 +295,7 @@ class _Carriers:
     d_question: NDArray[np.int64]
     d_answer: NDArray[np.int64]
     answer: NDArray[np.int64]
+    early: NDArray[np.bool_]
     waiting: NDArray[np.bool_]
     asked: NDArray[np.bool_]
 
@@ -301,11 +319,14 @@ def _carriers(
     answer = np.where(direct, now.track["written"], now.track["received"])
     question_age = np.where(direct, rows["last_data_recv"], rows["last_data_sent"])
     answer_age = np.where(direct, rows["last_data_sent"], rows["last_data_recv"])
-    # Both ages are alike on a connection that is new, and when a small answer came within one tick of its question.
-    unanswered = (answer == 0) | ((d_question > 0) & (d_answer == 0))
-    waiting = (question_age < answer_age) | ((question_age == answer_age) & unanswered) | (question_age < 0)
+    # A question of this beat may have its header already. An older one with a small early answer looks the same as a
+    # poll that was answered at once: that is for :func:`_at_rest` to tell.
+    early = answer_age >= question_age - 1e3 * HEADER_SECONDS
+    recent = ~now.known | (d_question > 0)
+    small = np.where(now.known, d_answer, answer) <= HEADER_MOST
+    waiting = (question_age < answer_age) | (recent & early & small) | (question_age < 0)
     asked = np.where(direct, rows["bytes_received"], rows["bytes_sent"]) != 0
-    return _Carriers(upstream | direct, direct, d_question, d_answer, answer, waiting & asked, asked)
+    return _Carriers(upstream | direct, direct, d_question, d_answer, answer, early, waiting & asked, asked)
 
 
 def _grow(
@@ -322,28 +343,39 @@ def _grow(
     flying = np.isnan(seg["ended"])
     arrived = np.where(flying, carriers.d_answer[rows], 0)
     arrived = np.where(closing & (arrived == 1), 0, arrived)  # the peer's FIN counts as a byte
-    answered_before = ~np.isnan(seg["answered"])
-    asked_again = flying & here & answered_before & (carriers.d_question[rows] > 0)
+    spoken = (seg["supply"] > 0) | ~np.isnan(seg["answered"])
+    asked_again = flying & here & spoken & (carriers.d_question[rows] > 0)
     asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
     # Of what came since the beat before, the old answer has what came before the new question, by time.
     share = np.clip((now.track["asked"][rows] - before) / max(at - before, 1e-9), 0, 1)
-    arrived = np.where(asked_again & ~carriers.waiting[rows], np.round(arrived * share).astype(np.int64), arrived)
+    arrived = np.where(asked_again & ~carriers.early[rows], np.round(arrived * share).astype(np.int64), arrived)
 
-    first = (arrived > 0) & np.isnan(seg["answered"])
+    before_ = body(seg)
+    seg["supply"] += arrived
+    mute = flying & np.isnan(seg["answered"])
+    header = mute & carriers.early[rows] & (seg["supply"] <= HEADER_MOST) & ~now.ended[rows] & here
+    seg["header"] = np.where(header, seg["supply"], seg["header"])
+    seg["fresh"] += body(seg) - before_
+    first = mute & (arrived > 0) & ~header
     seg["answered"] = np.where(first, at, seg["answered"])
     seg["grew"] = np.where(arrived > 0, at, seg["grew"])
-    body_before = np.maximum(seg["supply"] - HEADER_BYTES, 0)
-    seg["supply"] += arrived
-    seg["fresh"] += np.maximum(seg["supply"] - HEADER_BYTES, 0) - body_before
 
     over = ~here | now.ended[rows] | asked_again | closing
     seg["ended"] = np.where(over & flying, at, seg["ended"])
     # A request that came in pieces is complete with its last one.
-    still_asking = here & flying & np.isnan(seg["answered"]) & ~now.ended[rows]
+    still_asking = here & flying & (seg["supply"] == 0) & ~now.ended[rows]
     seg["asked"] = np.where(still_asking, now.track["asked"][rows], seg["asked"])
     taken = np.zeros(len(now.rows), dtype=np.int64)
     taken[rows[here]] = arrived[here]
     return seg, taken
+
+
+def _learn_headers(seg: Segments, headers: NDArray[np.int64], at: float) -> NDArray[np.int64]:
+    """Note the size of the header that an engine sent before the tokens that came now."""
+    headers = headers.copy()
+    told = (seg["answered"] == at) & (seg["header"] > 0) & (seg["engine"] >= 0)
+    headers[seg["engine"][told]] = seg["header"][told]
+    return headers
 
 
 def _born(
@@ -353,6 +385,7 @@ def _born(
     side: Sides,
     carriers: _Carriers,
     taken: NDArray[np.int64],
+    headers: NDArray[np.int64],
     at: float,
 ) -> tuple[Segments, int]:
     """Begin a stream for every carrier with a request and no stream."""
@@ -363,7 +396,9 @@ def _born(
     new = ~now.known & carriers.asked
     if first_beat:  # an old connection that is quiet after an answer is at rest
         new &= carriers.waiting | (now.track["grew"] > at - 1.5 * state.topology.interval)
-    asks = carriers.waiting | (carriers.d_question > 0)
+    after_stream = locate(np.sort(seg["carrier"][(seg["ended"] == at) & ~seg["trial"]]), rows["cookie"]) >= 0
+    waiting = carriers.waiting | (after_stream & carriers.early)
+    asks = waiting | (carriers.d_question > 0)
     resumes = (carriers.d_answer > 1) & ~replaced  # 1: the peer's FIN
     begin = carriers.is_carrier & ~carrying & (new | (now.known & ~now.ended & (asks | resumes)))
     begin &= (rows["state"] == ESTABLISHED) | (now.ended & ~now.known)
@@ -388,8 +423,10 @@ def _born(
     born["base_up"] = base
     born["base_down"] = np.where(direct, now.track["acked"][at_rows] - now.d_acked[at_rows], UNKNOWN)
     born["supply"] = answer - base
-    born["fresh"] = np.maximum(born["supply"] - HEADER_BYTES, 0)
-    waiting = carriers.waiting[at_rows] & (born["supply"] == 0)
+    waiting = waiting[at_rows] & (born["supply"] <= HEADER_MOST)
+    known_header = headers[born["engine"]] if len(headers) else 0
+    born["header"] = np.where(waiting, born["supply"], np.where(born["engine"] >= 0, known_header, 0))
+    born["fresh"] = np.where(waiting, 0, body(born))
     born["answered"] = np.where(waiting, np.nan, at)
     born["grew"] = now.track["grew"][at_rows]
     born["grew"] = np.where(born["supply"] > 0, at, born["grew"])
@@ -397,7 +434,8 @@ def _born(
     born["gone"] = np.nan
     born["lag"] = np.nan
     born["client"] = UNSEEN
-    born["trial"] = ~waiting
+    header_like = (born["supply"] == 0) | (born["supply"] == known_header)
+    born["trial"] = ~(waiting & header_like)
     return np.concatenate([seg, born]), state.next_id + len(at_rows)
 
 
@@ -420,7 +458,7 @@ def _find_clients(
     # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
     # neither, and must not be taken for the client of another stream of the same burst.
     busy = locate(np.unique(seg["down"][np.isnan(seg["ended"]) & listens]), now.rows["cookie"]) >= 0
-    waits = (now.rows["last_data_recv"] <= now.rows["last_data_sent"]) & (now.d_written == 0)
+    waits = now.rows["last_data_sent"] >= now.rows["last_data_recv"] - 1e3 * HEADER_SECONDS
     free = is_down & ~busy & (now.rows["bytes_received"] != 0) & (~now.known | waits | (now.d_written > 0))
     free &= (now.rows["state"] == ESTABLISHED) | ~now.known
 
@@ -439,7 +477,7 @@ def _find_clients(
             for i, j in matches:
                 _join(seg, wanting[i], now, candidates[j], int(hop))
         _share(seg, now, side, int(hop), mine & needy, blur)
-        _swap(seg, now, int(hop), mine, at, blur)
+        _swap(seg, now, int(hop), mine, blur)
     return seg
 
 
@@ -472,13 +510,14 @@ def _share(seg: Segments, now: Tracked, side: Sides, hop: int, needy: NDArray[np
             seg["shared"] |= seg["down"] == now.rows["cookie"][row]
 
 
-def _swap(seg: Segments, now: Tracked, hop: int, mine: NDArray[np.bool_], at: float, blur: float) -> None:
+def _swap(seg: Segments, now: Tracked, hop: int, mine: NDArray[np.bool_], blur: float) -> None:
     """Correct pairs of simultaneous requests: a client that receives while its stream is silent belongs to a stream
     that receives while its client is not."""
     flying = np.flatnonzero(mine & ~seg["shared"] & (seg["carrier"] != seg["down"]))
     rows = now.find(seg["down"][flying])
-    went_down = now.d_written[rows]
-    came_up = np.where(seg["grew"][flying] == at, seg["fresh"][flying] + 1, 0)
+    fed_now = now.rows["last_data_sent"] < now.rows["last_data_recv"] - 1e3 * HEADER_SECONDS  # more than a header
+    went_down = np.where(fed_now[rows], now.d_written[rows], 0)
+    came_up = seg["fresh"][flying]
     going = np.isnan(seg["ended"][flying])
     silent = np.flatnonzero((went_down > 0) & (came_up == 0) & going)
     unheard = np.flatnonzero((went_down == 0) & (came_up > 0))
@@ -492,7 +531,7 @@ def _swap(seg: Segments, now: Tracked, hop: int, mine: NDArray[np.bool_], at: fl
     swaps = [(silent[a], unheard[b]) for a, b in matches]
     # More came up than any proxy holds back, and this client never got a byte: it waits for another stream, one that
     # has no client and waits as well.
-    never_fed = going & (rows >= 0) & (seg["acked"][flying] == 0) & (seg["supply"][flying] > HELD_BACK)
+    never_fed = going & (rows >= 0) & (seg["acked"][flying] <= HEADER_MOST) & (seg["supply"][flying] > HELD_BACK)
     fed = np.setdiff1d(np.flatnonzero(never_fed & (went_down == 0)), [j for _, j in swaps])
     lonely = np.flatnonzero(going & (rows < 0) & np.isnan(seg["answered"][flying]))
     for b in fed if len(lonely) else ():
@@ -509,11 +548,18 @@ def _swap(seg: Segments, now: Tracked, hop: int, mine: NDArray[np.bool_], at: fl
 
 
 def _at_rest(
-    seg: Segments, now: Tracked, inner: NDArray[np.intp], engines: Mapping[int, InEngine], at: float, interval: float
+    seg: Segments,
+    now: Tracked,
+    inner: NDArray[np.intp],
+    engines: Mapping[int, InEngine],
+    headers: NDArray[np.int64],
+    at: float,
+    interval: float,
 ) -> Segments:
     """End the streams that have finished on a socket that stays (the table in this module's docstring)."""
     flying = np.isnan(seg["ended"])
-    answered = flying & ~np.isnan(seg["answered"])
+    mute = np.isnan(seg["answered"])
+    answered = flying & (seg["supply"] > 0)  # if only by what may be a header, or all of a small answer
     carrier = now.rows[now.find(seg["carrier"])]
     answer_age = np.where(seg["carrier"] == seg["down"], carrier["last_data_sent"], carrier["last_data_recv"])
     silence = np.where(answer_age >= 0, answer_age / 1e3, at - seg["grew"])
@@ -523,11 +569,18 @@ def _at_rest(
     moved_on = (rows >= 0) & (seg["carrier"] != seg["down"]) & ~seg["shared"]
     moved_on &= now.track["asked"][rows] > seg["grew"]
     carried_on = (inner >= 0) & flying[inner]
-    over = quiet & (moved_on | seg["trial"] | ((seg["to_hop"] >= 0) & ~carried_on))
+    over = quiet & (moved_on | (seg["trial"] & ~mute) | ((seg["to_hop"] >= 0) & ~carried_on))
 
     just_closed = (seg["down"] > 0) & np.isnan(seg["gone"]) & ((rows < 0) | now.ended[rows])
     cut = just_closed & now.ended[now.find(seg["carrier"])]  # both sides at once: finished, or not
-    undecided = answered & ~over & ~seg["trial"] & (seg["engine"] >= 0)
+    # A header of the size that this engine is known to send belongs to a stream that waits; an answer that is as small
+    # and is not that is likely a poll.
+    known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
+    as_known = mute & (known_header > 0) & (seg["supply"] == known_header)
+    rank = np.where(as_known, 0.0, silence + SAME_INSTANT * just_closed)
+    rank += np.where(mute & ~as_known & (known_header > 0), 1e6, 0.0) + np.where(mute & (seg["down"] == 0), 1e3, 0.0)
+
+    undecided = answered & ~over & (seg["engine"] >= 0) & (~seg["trial"] | mute)
     for engine in np.unique(seg["engine"][undecided]):
         mine = np.flatnonzero(undecided & (seg["engine"] == engine))
         if engine not in engines:
@@ -535,9 +588,10 @@ def _at_rest(
             continue
         here = (seg["engine"] == engine) & ~seg["trial"]
         room = max(int(engines[engine].requests) - int((here & flying & ~answered).sum()), 0)
-        # Of two as silent as each other, the one whose client has closed has finished.
-        no_room = mine[np.argsort(silence[mine] + SAME_INSTANT * just_closed[mine], kind="stable")][room:]
+        by_rank = mine[np.argsort(rank[mine], kind="stable")]
+        no_room = by_rank[room:]
         over[no_room] = quiet[no_room] | just_closed[no_room]
+        seg["trial"][by_rank[:room]] &= seg["born"][by_rank[:room]] >= at
         # The engine finished more than we saw end: the longest silent of these, without waiting for another beat.
         unexplained = int(engines[engine].finished) - int((here & (over | (seg["ended"] == at)) & ~cut).sum())
         silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room]]
@@ -634,8 +688,8 @@ def _deliver(
     drift = np.where(direct, 0.0, REFRAMING * arrived)
     level = np.where(listening, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
     seg["level"] = np.where(first, 0.0, level)
-    body = np.maximum(seg["supply"] - HEADER_BYTES, 0)
-    seg["behind"] = np.where(seen, np.clip(seg["lag"] - seg["level"], 0, body), body)
+    everything = body(seg)
+    seg["behind"] = np.where(seen, np.clip(seg["lag"] - seg["level"], 0, everything), everything)
 
     # What has ended is settled when all was acknowledged, or its client is gone; until then the kernel still delivers.
     undelivered = ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)

@@ -1,0 +1,191 @@
+"""Starting and ending the lab's programs: each its own process group, none of which outlives this process.
+
+A part that cannot start says why (:class:`~tokengap.errors.SetupError` with its last lines), and one that was stopped
+leaves nothing that listens on its ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokengap.errors import SetupError
+
+LOOPBACK = "127.0.0.1"
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A program to run. ``ports`` are those on loopback at which it serves; it is ready when each accepts.
+
+    ``orphan_signal`` is what the kernel sends it when this process dies without stopping it. SIGKILL fits programs of
+    one process; a master that must take its workers along needs SIGTERM.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    ports: tuple[int, ...]
+    orphan_signal: signal.Signals = signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPart:
+    """A part that was started."""
+
+    part: Part
+    process: asyncio.subprocess.Process
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also that of its process group."""
+        return self.process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process has ended."""
+        return self.process.returncode is not None
+
+    def last_lines(self, count: int = 12) -> str:
+        """Return the end of what it said on stdout and stderr."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    async def stop(self, within: float = 5.0) -> None:
+        """End it: SIGTERM, and SIGKILL to what is left of it after ``within`` seconds."""
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)  # a stopped process would keep its SIGTERM pending
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), within)
+        self.signal(signal.SIGKILL)
+        await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def running(part: Part, directory: Path, *, ready_within: float = 20.0) -> AsyncIterator[RunningPart]:
+    """Run a part while the block lasts; its output goes to ``directory``.
+
+    Raises SetupError when a port of it is taken, when it ends before it is ready or is not ready in time, and after the
+    block when something still listens on its ports.
+    """
+    for port in part.ports:
+        if _taken(port):
+            raise SetupError(f"{part.name} cannot start: port {port} on {LOOPBACK} is taken")
+    log = directory / f"{part.name}.log"
+    with log.open("ab") as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *part.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=_tie_to_this_process(part.orphan_signal),
+            )
+        except OSError as error:
+            raise SetupError(f"{part.name} cannot start: {part.command[0]}: {error.strerror}") from error
+    started = RunningPart(part, process, log)
+    try:
+        await _ready(started, ready_within)
+        yield started
+    finally:
+        await started.stop()
+    await _nothing_listens(part)
+
+
+async def _ready(started: RunningPart, within: float) -> None:
+    part = started.part
+    deadline = time.monotonic() + within
+    while not all([await listens(port) for port in part.ports]):
+        if started.ended:
+            raise SetupError(f"{part.name} ended with {started.process.returncode}:\n{started.last_lines()}")
+        if time.monotonic() > deadline:
+            raise SetupError(f"{part.name} is not ready after {within:g} s:\n{started.last_lines()}")
+        await asyncio.sleep(0.05)
+
+
+async def _nothing_listens(part: Part, within: float = 2.0) -> None:
+    deadline = time.monotonic() + within
+    for port in part.ports:
+        while await listens(port):
+            if time.monotonic() > deadline:
+                raise SetupError(f"{part.name} was stopped and something still listens on {LOOPBACK}:{port}")
+            await asyncio.sleep(0.05)
+
+
+async def listens(port: int) -> bool:
+    """Tell whether a connection to this port on loopback is accepted."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(LOOPBACK, port), 2.0)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports on loopback that nobody used a moment ago, all different."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((LOOPBACK, 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def free_port() -> int:
+    """Return one free port on loopback."""
+    return free_ports(1)[0]
+
+
+def allow_many_sockets() -> None:
+    """Raise this process's limit of open files as far as it goes: thousands of streams are thousands of sockets."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has closed and lingers is no owner
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise SetupError(f"port {port} on {LOOPBACK}: {error.strerror}") from error
+            return True
+    return False
+
+
+def _tie_to_this_process(number: signal.Signals) -> Callable[[], None]:
+    """Return what a child runs before exec so that it gets ``number`` when this process dies, kill -9 included.
+
+    prctl(2), PR_SET_PDEATHSIG: kept across exec, and sent when the *thread* that forked ends, so parts are started from
+    the thread of the event loop. Elsewhere than on Linux nothing ties the child.
+    """
+    libc = ctypes.CDLL(None)  # loaded before the fork: the child of a process with threads may not load it
+    parent = os.getpid()
+
+    def tie() -> None:
+        if hasattr(libc, "prctl"):
+            libc.prctl(_PR_SET_PDEATHSIG, int(number))
+        if os.getppid() != parent:  # it died between fork and prctl
+            os._exit(1)
+
+    return tie

@@ -1,0 +1,122 @@
+"""The JSON under ``/api/``: streams one by one, engines, sources. What has no place in labels stands here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from ipaddress import IPv6Address
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tokengap.series.engines import public_url
+from tokengap.view import CLIENTS, View
+
+_CONNECTED = (CLIENTS.index("connected"), CLIENTS.index("stalled"))
+
+
+class StreamRow(msgspec.Struct, frozen=True):
+    """One stream in flight. ``None``: not known, or (``leaks_at``) nowhere, or (slack) no longer waiting."""
+
+    id: int
+    engine: str | None
+    hop: str
+    client: str
+    client_connected: int
+    leaks_at: str | None
+    age_seconds: float
+    first_byte: bool
+    tokens: float
+    useful: float
+    orphaned: float
+    deadline_slack_seconds: float | None
+    client_address: str | None
+
+
+def stream_rows(view: View, *, show_addresses: bool) -> list[StreamRow]:
+    """Return a row per stream of the view. Clients' addresses are masked unless ``show_addresses``."""
+    engines = [engine.name for engine in view.engines]
+    return [
+        StreamRow(
+            id=stream,
+            engine=engines[engine] if engine >= 0 else None,
+            hop=view.hop_names[hop],
+            client=CLIENTS[client],
+            client_connected=int(client in _CONNECTED),
+            leaks_at=view.hop_names[leaks_at] if leaks_at >= 0 else None,
+            age_seconds=age,
+            first_byte=first_byte,
+            tokens=tokens,
+            useful=useful,
+            orphaned=orphaned,
+            deadline_slack_seconds=None if math.isnan(slack) else slack,
+            client_address=_address(src_hi, src_lo, port) if show_addresses else _masked(src_hi, src_lo),
+        )
+        # tolist() turns the columns into Python numbers at once, 10 times faster than field by field.
+        for (
+            stream,
+            engine,
+            hop,
+            client,
+            leaks_at,
+            age,
+            first_byte,
+            tokens,
+            useful,
+            orphaned,
+            slack,
+            src_hi,
+            src_lo,
+            port,
+        ) in view.streams.tolist()
+    ]
+
+
+def streams_json(view: View, *, show_addresses: bool) -> bytes:
+    """Return ``/api/streams``: a list with a row per stream."""
+    return msgspec.json.encode(stream_rows(view, show_addresses=show_addresses))
+
+
+def engines_json(view: View) -> bytes:
+    """Return ``/api/engines``: each engine's view, its evidence and what is derived from it included."""
+    rows: list[dict[str, Any]] = [
+        msgspec.to_builtins(replace(engine, url=public_url(engine.url)), enc_hook=_plain)
+        | {"utilization": engine.utilization}
+        for engine in view.engines
+    ]
+    return msgspec.json.encode(rows)
+
+
+def sources_json(view: View) -> bytes:
+    """Return ``/api/sources``: each source, up or not and why."""
+    return msgspec.json.encode(view.sources, enc_hook=_plain)
+
+
+def _plain(value: object) -> object:
+    """Return what msgspec does not encode by itself as what it does: any mapping, a number of numpy."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} in a view")
+
+
+def _address(high: int, low: int, port: int) -> str | None:
+    """Return ``203.0.113.7:51234`` or ``[2001:db8::7]:51234``; None when the address is not known (all zero)."""
+    if not high and not low:
+        return None
+    address = IPv6Address(high << 64 | low)
+    mapped = address.ipv4_mapped
+    return f"[{address}]:{port}" if mapped is None else f"{mapped}:{port}"
+
+
+def _masked(high: int, low: int) -> str | None:
+    """Return the network a client is in: ``203.0.113.x:*`` or ``[2001:db8:1::x]:*``, the last 80 bits hidden."""
+    if not high and not low:
+        return None
+    mapped = IPv6Address(high << 64 | low).ipv4_mapped
+    if mapped is not None:
+        return str(mapped).rpartition(".")[0] + ".x:*"
+    return f"[{IPv6Address(high >> 16 << 80)}x]:*"

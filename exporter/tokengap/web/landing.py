@@ -1,0 +1,173 @@
+"""The page at ``/``: what an on-call person wants at one glance, in plain HTML that needs no script.
+
+Everything that comes from outside (names, URLs, evidence, errors) is escaped, and the page's own policy lets nothing
+run and nothing load.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+
+from tokengap import __version__
+from tokengap.series.engines import public_url
+from tokengap.view import CLIENTS, EngineView, View
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8886; --soft: #8882; --bad: #c62828; }
+@media (prefers-color-scheme: dark) { :root { --bad: #ff8a80; } }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { background: var(--soft); font-weight: 600; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.bad { color: var(--bad); font-weight: 600; }
+nav a { margin-right: 1rem; }
+"""
+
+#: For the Content-Security-Policy: this one style sheet is allowed, by its digest, and nothing else.
+STYLE_DIGEST = "sha256-" + base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+
+#: Engine states that somebody should look at.
+_BAD_STATES = ("stuck", "dead", "blind")
+_UNKNOWN = "not known"
+
+
+class _Number(str):
+    """A cell that is aligned as a number."""
+
+
+class _Bad(str):
+    """A cell that stands out."""
+
+
+def landing_page(view: View | None, telemetry_path: str) -> bytes:
+    """Return the page for the newest view, None before the first beat."""
+    if view is None:
+        body = "<p>The first beat is not done yet.</p>"
+        interval = 1.0
+    else:
+        body = "".join((_engines(view), _hops(view), _sources(view), _beat(view)))
+        interval = view.interval
+    page = f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="refresh" content="{max(2, round(interval))}">
+<link rel="icon" href="data:,">
+<title>tokengap</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>tokengap {escape(__version__)}</h1>
+<p>Tokens generated, tokens delivered, and for whom the rest was: sockets, engines and proxies joined.</p>
+<nav>
+<a href="{escape(telemetry_path)}">Metrics</a>
+<a href="/api/streams">Streams</a>
+<a href="/api/engines">Engines</a>
+<a href="/api/sources">Sources</a>
+<a href="/-/healthy">Healthy</a>
+<a href="/-/ready">Ready</a>
+</nav>
+{body}</body>
+</html>
+"""
+    return page.encode()
+
+
+def _engines(view: View) -> str:
+    numbers = ("tokens out", "useful", "orphaned", "running", "waiting", "slots used", "queue age", "slack")
+    columns = ("engine", "state", "evidence", *map(_Number, numbers))
+    return _table("Engines", columns, map(_engine_cells, view.engines))
+
+
+def _engine_cells(engine: EngineView) -> Sequence[str]:
+    orphaned = sum(engine.tokens.orphaned.values())
+    slack = ", ".join(f"{klass} {seconds:.1f} s" for klass, seconds in engine.slack.items())
+    return (
+        f"{engine.name} ({public_url(engine.url)})",
+        _Bad(engine.state) if engine.state in _BAD_STATES else engine.state,
+        engine.evidence,
+        _count(engine.tokens.out),
+        _count(engine.tokens.useful),
+        _count(orphaned),
+        _count(engine.running),
+        _count(engine.waiting),
+        _Number(_UNKNOWN if engine.utilization is None else f"{engine.utilization:.0%}"),
+        _seconds(engine.queue_age),
+        _Number(slack or _UNKNOWN),
+    )
+
+
+def _hops(view: View) -> str:
+    columns = ("hop", "engine", *map(_Number, CLIENTS), _Number("oldest"), _Number("oldest orphan"))
+    if view.accounting == "none":
+        return "<h2>Streams in flight</h2><p>Not known: no sockets can be read.</p>"
+    return _table("Streams in flight", columns, _hop_rows(view))
+
+
+def _hop_rows(view: View) -> Iterable[Sequence[str]]:
+    for hop in view.hop_names:
+        groups = [group for group in view.groups if group.hop == hop]
+        for engine in dict.fromkeys((*(engine.name for engine in view.engines), *(group.engine for group in groups))):
+            found = {group.client: group for group in groups if group.engine == engine}
+            orphans = [found[client] for client in ("vanished", "gone") if client in found]
+            yield (
+                hop,
+                engine or _UNKNOWN,
+                *(_count(found[client].count if client in found else 0) for client in CLIENTS),
+                _seconds(max((group.age_max for group in found.values()), default=0.0)),
+                _seconds(max((group.age_max for group in orphans), default=0.0)),
+            )
+
+
+def _sources(view: View) -> str:
+    rows = (
+        (
+            source.source,
+            source.target,
+            "up" if source.up else _Bad("down"),
+            _Number(f"{source.seconds * 1000:.0f} ms"),
+            source.detail,
+        )
+        for source in view.sources
+    )
+    return _table("Sources", ("source", "target", "state", _Number("took"), "detail"), rows)
+
+
+def _beat(view: View) -> str:
+    at = datetime.fromtimestamp(view.wall, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return (
+        f"<p>Beat {view.beats} at {at}, every {view.interval:g} s; {view.late_beats} late, "
+        f"{view.degraded_beats} degraded. Accounting: {escape(view.accounting)}.</p>\n"
+    )
+
+
+def _count(value: float | None) -> _Number:
+    return _Number(_UNKNOWN if value is None else f"{value:,.0f}")
+
+
+def _seconds(value: float | None) -> _Number:
+    return _Number(_UNKNOWN if value is None else f"{value:.1f} s")
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(_cell("th", column) for column in columns)
+    body = "\n".join("<tr>" + "".join(_cell("td", cell) for cell in row) + "</tr>" for row in rows)
+    return (
+        f'<h2>{title}</h2>\n<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{body or '<tr><td>none</td></tr>'}\n</tbody></table></div>\n"
+    )
+
+
+def _cell(tag: str, text: str) -> str:
+    """Return one table cell. The only place where text becomes HTML, and so the only place that escapes it."""
+    kind = ' class="number"' if isinstance(text, _Number) else ' class="bad"' if isinstance(text, _Bad) else ""
+    return f"<{tag}{kind}>{escape(text)}</{tag}>"

@@ -1,0 +1,177 @@
+"""The routes: what is answered at which path, and to how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeAlias
+
+from aiohttp import web
+
+from tokengap.series.render import compress, render_named
+from tokengap.view import View
+from tokengap.web.api import engines_json, sources_json, streams_json
+from tokengap.web.landing import STYLE_DIGEST, landing_page
+from tokengap.web.negotiation import CONTENT_TYPES, choose_format, wants_gzip
+from tokengap.web.serving import Serving
+
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+#: Seconds a client has to take its answer, if its place is needed. A scrape's own deadline is 10 s by default.
+TAKE_DEADLINE = 15.0
+
+_FRESH = {"Cache-Control": "no-cache"}
+
+#: Headers of a scrape's answer, by format and whether it is gzipped.
+_SCRAPE_HEADERS = {
+    (wanted, zipped): _FRESH
+    | {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
+    | ({"Content-Encoding": "gzip"} if zipped else {})
+    for wanted, content_type in CONTENT_TYPES.items()
+    for zipped in (False, True)
+}
+
+_SECURITY_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; img-src data:; style-src '{STYLE_DIGEST}'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def make_app(serving: Serving) -> web.Application:
+    """Return the web application that shows what is published to ``serving``.
+
+    GET and HEAD are answered, anything else is 405. The health routes are never refused: they must answer also while
+    scrapers pile up.
+    """
+    routes, limited = _Routes(serving), _Limit(serving.limit).limited
+    app = web.Application()
+    app.on_response_prepare.append(_secure)
+    app.router.add_get(serving.telemetry_path, limited(routes.metrics))
+    if serving.telemetry_path != "/":
+        app.router.add_get("/", limited(routes.landing))
+    app.router.add_get("/api/streams", limited(routes.streams))
+    app.router.add_get("/api/engines", limited(routes.engines))
+    app.router.add_get("/api/sources", limited(routes.sources))
+    app.router.add_get("/-/healthy", routes.healthy)
+    app.router.add_get("/-/ready", routes.ready)
+    return app
+
+
+class _Routes:
+    """The handlers, over what is served."""
+
+    def __init__(self, serving: Serving):
+        self._serving = serving
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Answer a scrape with bytes that lie ready; only ``name[]`` is rendered on demand, in a thread."""
+        view, page = self._serving.view, self._serving.page
+        if view is None or page is None:
+            return _not_yet()
+        wanted = choose_format(request.headers.get("Accept", ""))
+        zipped = wants_gzip(request.headers.get("Accept-Encoding", ""))
+        names = request.query.getall("name[]", []) if request.query_string else []
+        if names:
+            render = partial(render_named, view, names, as_openmetrics=wanted == "openmetrics", also=self._serving.also)
+            body = await asyncio.to_thread(render)
+            body = compress(body) if zipped else body
+        elif wanted == "openmetrics":
+            body = page.openmetrics_gzip if zipped else page.openmetrics
+        else:
+            body = page.text_gzip if zipped else page.text
+        return web.Response(body=body, headers=_SCRAPE_HEADERS[wanted, zipped])
+
+    async def landing(self, _: web.Request) -> web.Response:
+        """Answer with the page for people."""
+        path = self._serving.telemetry_path
+        if self._serving.view is None:
+            body = landing_page(None, path)
+        else:
+            body = await self._serving.once_a_view("landing", lambda view: landing_page(view, path))
+        return web.Response(body=body, headers=_FRESH, content_type="text/html", charset="utf-8")
+
+    async def streams(self, _: web.Request) -> web.Response:
+        """Answer with a row per stream."""
+        return await self._json("streams", partial(streams_json, show_addresses=self._serving.show_addresses))
+
+    async def engines(self, _: web.Request) -> web.Response:
+        """Answer with a row per engine."""
+        return await self._json("engines", engines_json)
+
+    async def sources(self, _: web.Request) -> web.Response:
+        """Answer with a row per source."""
+        return await self._json("sources", sources_json)
+
+    async def healthy(self, _: web.Request) -> web.Response:
+        """Answer that this process serves. Says nothing of engines: theirs must not get the exporter restarted."""
+        return web.Response(text="healthy\n")
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """Answer whether there is something to scrape."""
+        return web.Response(text="ready\n") if self._serving.view is not None else _not_yet()
+
+    async def _json(self, key: str, make: Callable[[View], bytes]) -> web.Response:
+        if self._serving.view is None:
+            return _not_yet()
+        body = await self._serving.once_a_view(key, make)
+        return web.Response(body=body, headers=_FRESH, content_type="application/json")
+
+
+class _Limit:
+    """At most ``most`` requests being answered at once. One more is refused, not queued: scrapers come again anyway.
+
+    A request counts until its client has taken the answer, so that what slow readers keep in memory is bounded too.
+    Those past their deadline are cut off when their places are needed: a timer per scrape would cost more than the
+    scrape's own work.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._since: dict[asyncio.Transport | None, float] = {}
+
+    def limited(self, handler: Handler) -> Handler:
+        """Return ``handler`` under the limit."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            client = request.transport
+            if len(self._since) >= self._most:
+                self._cut_off(time.monotonic() - TAKE_DEADLINE)
+                return _unavailable(f"{self._most} requests are being answered already, the most at once; try again")
+            self._since[client] = time.monotonic()
+            try:
+                response = await handler(request)
+                with suppress(ConnectionError):  # the client hung up or was cut off: aiohttp sees that next, and closes
+                    await response.prepare(request)
+                    await response.write_eof()
+                return response
+            finally:
+                self._since.pop(client, None)
+
+        return answer
+
+    def _cut_off(self, deadline: float) -> None:
+        """Abort the connections whose requests began before ``deadline``; their places are free a moment later."""
+        for client, since in self._since.items():
+            if client is not None and since < deadline:
+                client.abort()
+
+
+def _not_yet() -> web.Response:
+    """Return the answer before the first beat.
+
+    Not a page with only the series about this exporter: that scrape would succeed (``up`` is 1) and say nothing of
+    what is watched. A failed scrape is what Prometheus calls not knowing, and one interval later it is over.
+    """
+    return _unavailable("the first beat is not done yet")
+
+
+def _unavailable(reason: str) -> web.Response:
+    return web.Response(status=503, text=reason + "\n", headers={"Retry-After": "1"})
+
+
+async def _secure(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(_SECURITY_HEADERS)

@@ -1,0 +1,59 @@
+"""What is served: the newest view and its page. The beat publishes here; handlers only look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from prometheus_client import ProcessCollector
+from prometheus_client.registry import Collector
+
+from tokengap.series.render import Page, render
+from tokengap.view import View
+
+
+class Serving:
+    """The newest view with its page, and the settings of how they are shown.
+
+    ``telemetry_path`` is where the page of series is served. ``show_addresses`` shows clients' addresses in full in
+    ``/api/streams``; by default they are masked. ``also`` are collectors whose families follow ours on the page; by
+    default what the kernel says of this process (``process_*``). ``limit`` is how many requests are answered at once.
+
+    To be used from one event loop. View and page change together, so no request sees halves of two beats.
+    """
+
+    def __init__(
+        self,
+        *,
+        telemetry_path: str = "/metrics",
+        show_addresses: bool = False,
+        limit: int = 40,
+        also: Iterable[Collector] | None = None,
+    ):
+        self.telemetry_path = telemetry_path
+        self.show_addresses = show_addresses
+        self.limit = limit
+        self.also = (ProcessCollector(registry=None),) if also is None else tuple(also)
+        self.view: View | None = None
+        self.page: Page | None = None
+        self._made: dict[str, asyncio.Task[bytes]] = {}
+
+    def publish(self, view: View, page: Page) -> None:
+        """Show this view and its page from now on."""
+        self.view, self.page = view, page
+        self._made = {}
+
+    async def render_and_publish(self, view: View) -> None:
+        """Render the page of ``view`` in a worker thread, so that scrapes go on meanwhile, then publish both."""
+        self.publish(view, await asyncio.to_thread(render, view, self.also))
+
+    async def once_a_view(self, key: str, make: Callable[[View], bytes]) -> bytes:
+        """Return ``make(view)`` for the newest view, made in a worker thread and at most once a view.
+
+        However many ask for the same thing in one beat, it is made once. Only after the first :meth:`publish`.
+        """
+        assert self.view is not None
+        task = self._made.get(key)
+        if task is None:
+            task = self._made[key] = asyncio.create_task(asyncio.to_thread(make, self.view))
+        return await asyncio.shield(task)  # one client that is cancelled must not take the others' answer with it

@@ -1,0 +1,29 @@
+"""docs/lab.md is true: its example runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+TEXT = (Path(__file__).parent.parent.parent / "docs" / "lab.md").read_text()
+
+
+@pytest.mark.e2e
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]):
+    """Through the leaking gateway all tokens are generated, and fewer are received."""
+    (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    exec(compile(example, "docs/lab.md", "exec"), {})
+    generated, received = map(int, re.findall(r"\d+", capsys.readouterr().out))
+    assert generated == 2000
+    assert 1200 <= received < 2000
+
+
+def test_every_flag_and_route_is_in_the_docs():
+    """What the engine and the gateway can be told, and what is served under /lab/."""
+    from tokengap.lab import engine, gateway
+
+    flags = [flag for command in (engine.main, gateway.main) for option in command.params for flag in option.opts]
+    routes = [resource.canonical for resource in engine.EngineServer(engine.Knobs()).app().router.resources()]
+    assert [name for name in (*flags, *routes) if name not in TEXT] == []

@@ -1,0 +1,1 @@
+"""Tests of the names: what is on the page."""
