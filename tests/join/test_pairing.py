@@ -6,13 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokengap.join.pairing import Requests, pair, swap_movers
+from tokengap.join.pairing import Requests, by_volume, pair
 
 
 def requests(asked, answered=None, open_=None):
     asked = np.array(asked, dtype=float)
     answered = np.zeros(len(asked), dtype=bool) if answered is None else np.array(answered)
-    return Requests(asked, answered, np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_))
+    inode = np.arange(len(asked), dtype=np.uint64)
+    return Requests(asked, inode, answered, np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_))
 
 
 def pairs(up, down, *, up_answered=None, down_answered=None, never=None, held=None, tolerance=0.05):
@@ -71,14 +72,22 @@ def test_pairs_are_one_to_one_within_tolerance_and_as_many_as_possible(up, down)
     assert not any(abs(u - d) < 0.05 - 1e-9 for u in free_up for d in free_down)
 
 
-def test_swapped_partners_find_each_other_by_volume():
-    """Of one burst, the client that got 4,000 bytes belongs to the stream that got 4,180, not to the one with 900."""
-    found = swap_movers(
-        np.array([4000, 800]), np.array([900.0, 4180.0]), np.array([5.0, 5.0]), np.array([5.0, 5.01]), tolerance=0.1
-    )
-    assert sorted(found) == [(0, 1), (1, 0)]
+def volumes(up, down, asked_up, asked_down):
+    arrays = (np.array(values, dtype=float) for values in (up, down, asked_up, asked_down))
+    return sorted(by_volume(*arrays, tolerance=0.1))
 
 
-def test_movers_of_different_bursts_are_not_swapped():
+def test_partners_of_one_burst_find_each_other_by_volume():
+    """The client that got 42,800 bytes belongs to the stream that brought 42,819, not to the one with 5,900."""
+    assert volumes([5900, 42819], [42800, 5882], [5.0, 5.0], [5.0, 5.01]) == [(0, 1), (1, 0)]
+
+
+def test_volumes_that_differ_by_more_than_framing_are_no_match():
+    """4 KB and 8 KB are not the same answer; 40,000 and 41,000 may be."""
+    assert volumes([8000], [4000], [5.0], [5.0]) == []
+    assert volumes([41000], [40000], [5.0], [5.0]) == [(0, 0)]
+
+
+def test_requests_of_different_bursts_are_not_matched_by_volume():
     """A client and a stream whose requests lie a second apart were never confused."""
-    assert swap_movers(np.array([4000]), np.array([4000.0]), np.array([5.0]), np.array([6.0]), tolerance=0.1) == []
+    assert volumes([4000], [4000], [5.0], [6.0]) == []

@@ -2,7 +2,7 @@
 
 The upstream socket's "last data sent" and the client-facing socket's "last data received" are both the instant of the
 request and agree within a few milliseconds on every proxy measured. Requests of one burst look alike at first; the
-number of streams without a client is right all the same, and as soon as bytes flow :func:`swap_movers` settles who is
+number of streams without a client is right all the same, and as soon as bytes flow :func:`by_volume` settles who is
 who.
 """
 
@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 class Requests:
     """One side of the requests to be paired: upstream requests, or client sockets. Columns correspond.
 
-    ``asked``: the instant. ``answered``: answer bytes have come, or gone out. ``open``: what may still be paired out of
+    ``asked``: the instant. ``inode``: of the socket; in the order of their making, where instants (ticks of 4 ms)
+    are alike. ``answered``: answer bytes have come, or gone out. ``open``: what may still be paired out of
     order: an upstream request that never had a client; a client socket that was there before this beat.
     """
 
     asked: NDArray[np.float64]
+    inode: NDArray[np.uint64]
     answered: NDArray[np.bool_]
     open: NDArray[np.bool_]
 
@@ -38,7 +40,7 @@ def pair(up: Requests, down: Requests, *, tolerance: float) -> list[tuple[int, i
     for phase in (True, False, None):
         free_up = _free(up, [i for i, _ in pairs], phase)
         free_down = _free(down, [j for _, j in pairs], phase)
-        pairs += _in_order(up.asked, down.asked, free_up, free_down, tolerance)
+        pairs += [(free_up[i], free_down[j]) for i, j in in_order(up.asked[free_up], down.asked[free_down], tolerance)]
     late = [i for i in _free(up, [i for i, _ in pairs], None) if up.open[i]]
     waiting = [j for j in _free(down, [j for _, j in pairs], False) if down.open[j]]
     for i in late:
@@ -55,47 +57,45 @@ def _free(side: Requests, taken: list[int], answered: bool | None) -> list[int]:
     if answered is not None:
         free &= side.answered == answered
     rows = np.flatnonzero(free)
-    return [int(i) for i in rows[np.argsort(side.asked[rows], kind="stable")]]
+    return [int(i) for i in rows[np.lexsort((side.inode[rows], side.asked[rows]))]]
 
 
-def _in_order(
-    up: NDArray[np.float64], down: NDArray[np.float64], free_up: list[int], free_down: list[int], tolerance: float
-) -> list[tuple[int, int]]:
-    """Match as many as possible within the tolerance: with intervals of equal width, greedy in order is optimal."""
+def in_order(up: NDArray[np.float64], down: NDArray[np.float64], tolerance: float) -> list[tuple[int, int]]:
+    """Match as many instants as possible within the tolerance; pairs of indices.
+
+    With intervals of equal width, greedy in order is optimal. Equal instants keep the order they are given in.
+    """
+    up_order, down_order = np.argsort(up, kind="stable"), np.argsort(down, kind="stable")
     pairs: list[tuple[int, int]] = []
     j = 0
-    for i in free_up:
-        while j < len(free_down) and down[free_down[j]] < up[i] - tolerance:
+    for i in up_order:
+        while j < len(down_order) and down[down_order[j]] < up[i] - tolerance:
             j += 1
-        if j < len(free_down) and down[free_down[j]] <= up[i] + tolerance:
-            pairs.append((i, free_down[j]))
+        if j < len(down_order) and down[down_order[j]] <= up[i] + tolerance:
+            pairs.append((int(i), int(down_order[j])))
             j += 1
     return pairs
 
 
-def swap_movers(
-    went_down: NDArray[np.int64],
-    came_up: NDArray[np.float64],
-    asked_down: NDArray[np.float64],
+def by_volume(
+    up: NDArray[np.float64],
+    down: NDArray[np.float64],
     asked_up: NDArray[np.float64],
+    asked_down: NDArray[np.float64],
     *,
     tolerance: float,
 ) -> list[tuple[int, int]]:
-    """Match clients that received bytes with streams that did, both without their partner, by volume.
+    """Match streams with the clients of one burst by the bytes of the whole answer so far; pairs (up, down).
 
-    Only requests of one burst (instants within ``tolerance`` seconds) can have been confused, and volumes of one beat
-    differ by no more than framing, a header and what is under way.
+    Only requests whose instants lie within ``tolerance`` seconds can have been confused. Volumes agree but for
+    framing, what is under way, and a chunk or two.
     """
+    gap = np.abs(up[:, None] - down[None, :])
+    fits = gap <= 0.03 * np.maximum(up[:, None], down[None, :]) + 1024
+    fits &= np.abs(asked_up[:, None] - asked_down[None, :]) <= tolerance
     pairs: list[tuple[int, int]] = []
-    free = list(np.argsort(came_up))
-    for a in np.argsort(went_down):
-        best, smallest = -1, np.inf
-        for b in free:
-            volume = abs(float(went_down[a]) - float(came_up[b]))
-            fits = volume <= 0.25 * max(float(went_down[a]), float(came_up[b])) + 1024
-            if fits and abs(asked_down[a] - asked_up[b]) <= tolerance and volume < smallest:
-                best, smallest = int(b), volume
-        if best >= 0:
-            pairs.append((int(a), best))
-            free.remove(best)
+    candidates = np.argwhere(fits)
+    for i, j in candidates[np.argsort(gap[fits], kind="stable")]:
+        if all(i != a and j != b for a, b in pairs):
+            pairs.append((int(i), int(j)))
     return pairs

@@ -21,13 +21,15 @@ _LOOPBACK_V6 = np.uint64(1)
 
 #: What is remembered of a socket. ``asked`` is the instant of the newest request on it: of the last data sent towards
 #: the engine, or received from the client. ``moved`` / ``grew``: when bytes_acked / bytes_received last grew. The
-#: counters are those of the beat before. All instants are monotonic seconds.
+#: counters are those of the beat before; ``begun`` is what had been written when the newest request came. All instants
+#: are monotonic seconds.
 TRACK = np.dtype(
     [
         ("cookie", "u8"),
         ("sent", "i8"),
         ("acked", "i8"),
         ("written", "i8"),
+        ("begun", "i8"),
         ("received", "i8"),
         ("moved", "f8"),
         ("grew", "f8"),
@@ -104,12 +106,16 @@ def follow(
         past[known] = before[old[known]]
     else:
         past = track.copy()  # the first beat: what came before it is not ours to count
+        past["begun"] = track["written"]
 
     def growth(column: str) -> NDArray[np.int64]:
         told = (track[column] != UNKNOWN) & (past[column] != UNKNOWN)
         return np.where(told, np.maximum(track[column] - past[column], 0), 0)
 
     d_acked, d_received = growth("acked"), growth("received")
+
+    asks_anew = known & (d_received > 1)  # 1: the peer's FIN
+    track["begun"] = np.where(asks_anew, past["written"], np.where(known | (before is None), past["begun"], 0))
 
     # Instants. A destroyed socket's ages count from its end, which we did not see: keep what was known.
     live = ~ended

@@ -34,9 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE, VANISHED, Downstream, client_states
-from tokengap.join.pairing import Requests, pair, swap_movers
+from tokengap.join.pairing import Requests, by_volume, in_order, pair
 from tokengap.join.sockets import Sides, Tracked, connection_keys, follow, locate, nobody, sides
-from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, UNKNOWN, SocketSnapshot
+from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot
 from tokengap.topology import Topology
 
 #: A client we never saw: not known to be there, not known to be gone. Never published as a client state.
@@ -93,10 +93,9 @@ SEGMENT = np.dtype(
         ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
         ("base_up", "i8"),  # bytes on the carrier before this request
-        ("base_down", "i8"),
         ("header", "i8"),  # bytes of the header, 0 while not seen on its own
         ("supply", "i8"),  # answer bytes so far, header included
-        ("acked", "i8"),  # bytes acknowledged by the client facing this hop, since the request
+        ("acked", "i8"),  # bytes acknowledged by the client facing this hop, since it was found
         ("fresh", "f8"),  # answer bytes, header excluded, not yet credited with tokens
         ("lag", "f8"),  # answer bytes minus what the outermost client acknowledged, in upstream bytes, since paired
         ("level", "f8"),  # the lag at which all was delivered
@@ -227,7 +226,7 @@ def advance(
     seg, taken = _grow(seg, now, carriers, state.at, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
-    seg = _find_clients(seg, now, side, edges, at, blur)
+    seg = _find_clients(seg, now, side, edges, state.ratio, at, blur)
     parent, inner = _links(seg, now)
     seg = _at_rest(seg, now, inner, engines, headers, at, topology.interval)
     seg = _own(seg, at)
@@ -421,7 +420,6 @@ def _born(
     born["asked"] = now.track["asked"][at_rows]
     born["born"] = at
     born["base_up"] = base
-    born["base_down"] = np.where(direct, now.track["acked"][at_rows] - now.d_acked[at_rows], UNKNOWN)
     born["supply"] = answer - base
     waiting = waiting[at_rows] & (born["supply"] <= HEADER_MOST)
     known_header = headers[born["engine"]] if len(headers) else 0
@@ -444,6 +442,7 @@ def _find_clients(
     now: Tracked,
     side: Sides,
     edges: frozenset[tuple[int, int, bool]],
+    ratio: NDArray[np.float64],
     at: float,
     blur: float,
 ) -> Segments:
@@ -470,14 +469,24 @@ def _find_clients(
         candidates = np.flatnonzero(free & (side.down == hop))
         if len(wanting) and len(candidates):
             matches = pair(
-                Requests(seg["asked"][wanting], ~np.isnan(seg["answered"][wanting]), seg["down"][wanting] == 0),
-                Requests(now.track["asked"][candidates], ~waits[candidates], now.known[candidates]),
+                Requests(
+                    seg["asked"][wanting],
+                    now.rows["inode"][now.find(seg["carrier"][wanting])],
+                    ~np.isnan(seg["answered"][wanting]),
+                    seg["down"][wanting] == 0,
+                ),
+                Requests(
+                    now.track["asked"][candidates],
+                    now.rows["inode"][candidates],
+                    ~waits[candidates],
+                    now.known[candidates],
+                ),
                 tolerance=SAME_INSTANT + blur,
             )
             for i, j in matches:
                 _join(seg, wanting[i], now, candidates[j], int(hop))
         _share(seg, now, side, int(hop), mine & needy, blur)
-        _swap(seg, now, int(hop), mine, blur)
+        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
     return seg
 
 
@@ -489,8 +498,7 @@ def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> No
     seg["trial"][i] = False
     seg["gone"][i] = np.nan
     seg["client"][i] = CONNECTED
-    acked = now.track["acked"][row]
-    seg["base_down"][i] = acked - now.d_acked[row] - seg["acked"][i] if acked != UNKNOWN else UNKNOWN
+    seg["acked"][i] = 0
     seg["lag"][i] = np.nan
 
 
@@ -510,41 +518,68 @@ def _share(seg: Segments, now: Tracked, side: Sides, hop: int, needy: NDArray[np
             seg["shared"] |= seg["down"] == now.rows["cookie"][row]
 
 
-def _swap(seg: Segments, now: Tracked, hop: int, mine: NDArray[np.bool_], blur: float) -> None:
-    """Correct pairs of simultaneous requests: a client that receives while its stream is silent belongs to a stream
-    that receives while its client is not."""
-    flying = np.flatnonzero(mine & ~seg["shared"] & (seg["carrier"] != seg["down"]))
-    rows = now.find(seg["down"][flying])
-    fed_now = now.rows["last_data_sent"] < now.rows["last_data_recv"] - 1e3 * HEADER_SECONDS  # more than a header
-    went_down = np.where(fed_now[rows], now.d_written[rows], 0)
-    came_up = seg["fresh"][flying]
-    going = np.isnan(seg["ended"][flying])
-    silent = np.flatnonzero((went_down > 0) & (came_up == 0) & going)
-    unheard = np.flatnonzero((went_down == 0) & (came_up > 0))
-    if not len(unheard):
-        return
-    asked_down, asked_up = now.track["asked"][rows], seg["asked"][flying]
-    tolerance = 2 * SAME_INSTANT + blur
-    matches = swap_movers(
-        went_down[silent], came_up[unheard], asked_down[silent], asked_up[unheard], tolerance=tolerance
+def _sort_out(
+    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float, blur: float
+) -> None:
+    """Correct the pairs of requests that came in one burst, where instants alone did not tell whose client is whose.
+
+    ====================================================  ====================================================
+    what contradicts the pair                             what is exchanged
+    ====================================================  ====================================================
+    a waiting stream ended, its client is still there;    their clients: the proxy closed both sides of one
+    another waits on, and its client is gone
+    the client got other amounts than its stream          clients between streams, so that amounts agree
+    more arrived than any proxy holds back, and the       the client goes to a stream that waits without one;
+    client never got a token                              if there is none and the stream is over: it had left
+    ====================================================  ====================================================
+    """
+    fresh_end = seg["ended"] == at
+    some = np.flatnonzero(
+        mine & (np.isnan(seg["ended"]) | fresh_end) & ~seg["shared"] & (seg["carrier"] != seg["down"])
     )
-    swaps = [(silent[a], unheard[b]) for a, b in matches]
-    # More came up than any proxy holds back, and this client never got a byte: it waits for another stream, one that
-    # has no client and waits as well.
-    never_fed = going & (rows >= 0) & (seg["acked"][flying] <= HEADER_MOST) & (seg["supply"][flying] > HELD_BACK)
-    fed = np.setdiff1d(np.flatnonzero(never_fed & (went_down == 0)), [j for _, j in swaps])
-    lonely = np.flatnonzero(going & (rows < 0) & np.isnan(seg["answered"][flying]))
-    for b in fed if len(lonely) else ():
-        gap = np.abs(asked_up[lonely] - asked_down[b])
-        if gap.min(initial=np.inf) <= tolerance:
-            swaps.append((lonely[gap.argmin()], b))
-            lonely = np.delete(lonely, gap.argmin())
-    for a, b in swaps:
-        both = np.array([flying[a], flying[b]])
-        for column in ("down", "base_down", "acked", "client", "gone"):
-            seg[column][both] = seg[column][both[::-1]]
+    if len(some) < 2:
+        return
+    tolerance = 2 * SAME_INSTANT + blur
+    rows = now.find(seg["down"][some])
+    track = now.track[rows]
+    asked_up, asked_down = seg["asked"][some], track["asked"]
+    there = (rows >= 0) & ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
+    mute, over = np.isnan(seg["answered"][some]), fresh_end[some]
+    went_down = np.where(rows >= 0, track["written"] - track["begun"], 0) * (ratio[hop, 1] / ratio[hop, 0])
+    came_up = seg["supply"][some].astype(np.float64)
+    waits = went_down <= HEADER_MOST
+
+    def exchange(a: NDArray[np.intp], b: NDArray[np.intp]) -> None:
+        both, other = np.concatenate([some[a], some[b]]), np.concatenate([some[b], some[a]])
+        for column in ("down", "acked", "client", "gone"):
+            seg[column][both] = seg[column][other]
         seg["lag"][both] = np.nan
         seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
+
+    cut, left = np.flatnonzero(over & mute & there & waits), np.flatnonzero(~over & mute & ~there)
+    if len(cut) and len(left):
+        pairs = in_order(asked_up[left], asked_down[cut], tolerance)
+        exchange(cut[[j for _, j in pairs]], left[[i for i, _ in pairs]])
+        return  # what else contradicts is seen in the next beat, with these pairs
+
+    amiss = np.abs(went_down - came_up) > 0.1 * np.maximum(went_down, came_up) + 2 * HEADER_MOST
+    fed, flowing = np.flatnonzero(amiss & (rows >= 0) & ~waits), np.flatnonzero(amiss & ~mute)
+    if len(fed) and len(flowing):
+        pairs = by_volume(came_up[flowing], went_down[fed], asked_up[flowing], asked_down[fed], tolerance=tolerance)
+        for i, j in pairs:
+            if flowing[i] != fed[j]:
+                exchange(fed[[j]], flowing[[i]])
+                # What this stream had goes on in the exchange: later pairs find it where it is now.
+                fed = np.where(fed == flowing[i], fed[j], fed)
+
+    never_fed = (rows >= 0) & waits & (seg["acked"][some] <= HEADER_MOST) & (came_up > HELD_BACK)
+    never_fed &= seg["down"][some] == now.rows["cookie"][rows]  # not just exchanged
+    hungry, lonely = np.flatnonzero(never_fed & there), np.flatnonzero(~over & mute & ~there)
+    pairs = in_order(asked_up[lonely], asked_down[hungry], tolerance)
+    exchange(hungry[[j for _, j in pairs]], lonely[[i for i, _ in pairs]])
+    unfed = np.setdiff1d(hungry, hungry[[j for _, j in pairs]])
+    done = some[unfed[over[unfed]]]
+    seg["down"][done], seg["client"][done], seg["gone"][done] = 0, GONE, at
 
 
 def _at_rest(
@@ -619,9 +654,7 @@ def _see_clients(seg: Segments, now: Tracked, at: float, interval: float) -> Seg
     has = seg["down"] > 0
     rows = now.find(seg["down"])
     here = (rows >= 0) & ~now.ended[rows]
-    acked = now.track["acked"][rows]
-    told = (rows >= 0) & (acked != UNKNOWN) & (seg["base_down"] != UNKNOWN)
-    seg["acked"] = np.where(told, np.maximum(acked - seg["base_down"], seg["acked"]), seg["acked"])
+    seg["acked"] += now.d_acked[rows]
 
     states = np.where(has, np.int8(GONE), seg["client"])
     there = rows[here]
