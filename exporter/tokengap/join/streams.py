@@ -85,10 +85,12 @@ SEGMENT = np.dtype(
         ("born", "f8"),  # first seen
         ("answered", "f8"),  # first bytes beyond the header seen: its first token
         ("grew", "f8"),  # newest answer byte seen
+        ("missed", "f8"),  # since when its carrier is closing, closed, or in no table
         ("ended", "f8"),
         ("gone", "f8"),  # since when the client is known to be gone or vanished, at this hop
         ("client", "i1"),  # code of the client facing this hop, or UNSEEN
         ("owner", "i1"),
+        ("no_room", "?"),  # in the beat before, the engine's count left no room for it
         ("trial", "?"),  # may yet turn out to be a poll of some page, not a stream: no tokens are credited
         ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
@@ -223,7 +225,8 @@ def advance(
     row = now.find(seg["carrier"])
     ours = (seg["owner"] != FOREIGN) & ((row < 0) | carriers.is_carrier[row])
     seg, returned = seg[ours], seg[~ours]
-    seg, taken = _grow(seg, now, carriers, state.at, at)
+    seg, taken = _grow(seg, now, carriers, state.at, at, events=snapshot.events)
+    _await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
     seg = _find_clients(seg, now, side, edges, state.ratio, at, blur)
@@ -235,7 +238,6 @@ def advance(
     seg, ratio = _deliver(seg, path, now, state.ratio, at)
 
     asking = np.isnan(seg["ended"]) & (seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER)
-    asking &= at - seg["born"] > 0.4 * topology.interval
     rows = now.find(seg["carrier"][asking])
     questions = frozenset(int(inode) for inode in now.rows["inode"][rows[rows >= 0]] if inode)
 
@@ -329,7 +331,7 @@ def _carriers(
 
 
 def _grow(
-    seg: Segments, now: Tracked, carriers: _Carriers, before: float, at: float
+    seg: Segments, now: Tracked, carriers: _Carriers, before: float, at: float, *, events: bool
 ) -> tuple[Segments, NDArray[np.int64]]:
     """Add what arrived to the streams in flight; end those whose socket is destroyed or carries a new request.
 
@@ -359,8 +361,13 @@ def _grow(
     seg["answered"] = np.where(first, at, seg["answered"])
     seg["grew"] = np.where(arrived > 0, at, seg["grew"])
 
-    over = ~here | now.ended[rows] | asked_again | closing
-    seg["ended"] = np.where(over & flying, at, seg["ended"])
+    # A dump is not atomic, and the event of a socket's end may come a moment after the socket is gone.
+    missed = flying & (~here | closing | now.ended[rows])
+    down = now.find(seg["down"])
+    both = (seg["down"] > 0) & ((down < 0) | now.ended[down])
+    over = missed & (here | both | ~events | ~np.isnan(seg["missed"]))
+    seg["missed"] = np.where(missed, np.where(np.isnan(seg["missed"]), at, seg["missed"]), np.nan)
+    seg["ended"] = np.where((over | asked_again) & flying, at, seg["ended"])
     # A request that came in pieces is complete with its last one.
     still_asking = here & flying & (seg["supply"] == 0) & ~now.ended[rows]
     seg["asked"] = np.where(still_asking, now.track["asked"][rows], seg["asked"])
@@ -428,6 +435,7 @@ def _born(
     born["answered"] = np.where(waiting, np.nan, at)
     born["grew"] = now.track["grew"][at_rows]
     born["grew"] = np.where(born["supply"] > 0, at, born["grew"])
+    born["missed"] = np.nan
     born["ended"] = np.where(now.ended[at_rows], at, np.nan)
     born["gone"] = np.nan
     born["lag"] = np.nan
@@ -473,7 +481,7 @@ def _find_clients(
                     seg["asked"][wanting],
                     now.rows["inode"][now.find(seg["carrier"][wanting])],
                     ~np.isnan(seg["answered"][wanting]),
-                    seg["down"][wanting] == 0,
+                    (seg["down"][wanting] == 0) & ~seg["trial"][wanting],
                 ),
                 Requests(
                     now.track["asked"][candidates],
@@ -544,7 +552,8 @@ def _sort_out(
     track = now.track[rows]
     asked_up, asked_down = seg["asked"][some], track["asked"]
     there = (rows >= 0) & ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
-    mute, over = np.isnan(seg["answered"][some]), fresh_end[some]
+    mute = np.isnan(seg["answered"][some])
+    over = fresh_end[some] | ~np.isnan(seg["missed"][some])
     went_down = np.where(rows >= 0, track["written"] - track["begun"], 0) * (ratio[hop, 1] / ratio[hop, 0])
     came_up = seg["supply"][some].astype(np.float64)
     waits = went_down <= HEADER_MOST
@@ -615,6 +624,8 @@ def _at_rest(
     rank = np.where(as_known, 0.0, silence + SAME_INSTANT * just_closed)
     rank += np.where(mute & ~as_known & (known_header > 0), 1e6, 0.0) + np.where(mute & (seg["down"] == 0), 1e3, 0.0)
 
+    denied = seg["no_room"].copy()
+    seg["no_room"] = False
     undecided = answered & ~over & (seg["engine"] >= 0) & (~seg["trial"] | mute)
     for engine in np.unique(seg["engine"][undecided]):
         mine = np.flatnonzero(undecided & (seg["engine"] == engine))
@@ -625,14 +636,29 @@ def _at_rest(
         room = max(int(engines[engine].requests) - int((here & flying & ~answered).sum()), 0)
         by_rank = mine[np.argsort(rank[mine], kind="stable")]
         no_room = by_rank[room:]
-        over[no_room] = quiet[no_room] | just_closed[no_room]
-        seg["trial"][by_rank[:room]] &= seg["born"][by_rank[:room]] >= at
+        # Twice for those that are merely quiet: the page is read after the sockets, and may know of an end elsewhere.
+        over[no_room] = (quiet[no_room] & denied[no_room]) | just_closed[no_room]
+        seg["no_room"][no_room] = True
+        # There is room for this one, and was in the beat before, or for all: it is what the engine counts.
+        seg["trial"][by_rank[:room]] &= (seg["born"][by_rank[:room]] >= at) & (len(no_room) > 0)
         # The engine finished more than we saw end: the longest silent of these, without waiting for another beat.
         unexplained = int(engines[engine].finished) - int((here & (over | (seg["ended"] == at)) & ~cut).sum())
         silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room]]
         over[silent[::-1][: max(unexplained, 0)]] = True
     seg["ended"] = np.where(over, at, seg["ended"])
     return seg
+
+
+def _await_clients(seg: Segments, now: Tracked, engines: Mapping[int, InEngine], at: float) -> None:
+    """Put off the end of streams whose upstream closed while their client is still there, for one beat, unless the
+    engine finished as many: the client may be closing at this moment, and then it had left."""
+    down = now.find(seg["down"])
+    there = (down >= 0) & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED) & (seg["carrier"] != seg["down"])
+    doubtful = (seg["ended"] == at) & (seg["missed"] == at) & there & (seg["engine"] >= 0)
+    for engine in np.unique(seg["engine"][doubtful]):
+        mine = doubtful & (seg["engine"] == engine)
+        if engine in engines and int(mine.sum()) > engines[engine].finished:
+            seg["ended"][mine] = np.nan
 
 
 def _own(seg: Segments, at: float) -> Segments:
