@@ -113,7 +113,8 @@ def end(
     unseen = over & (streams.client < 0)
     left_before = over & (streams.client >= VANISHED) & (seg["gone"] < at)
     left_now = over & (streams.client >= VANISHED) & ~left_before
-    whole = there & ~np.isnan(seg["answered"]) & ~np.array(died)
+    answered = ~np.isnan(seg["answered"])
+    whole = there & answered & ~np.array(died)
     for i in np.flatnonzero(there):
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")
     spare -= int(whole.sum())
@@ -123,7 +124,7 @@ def end(
     order = np.argsort(seg["gone"], kind="stable")
     for i in [i for i in order if left_before[i]] + [i for i in order if left_now[i]]:
         entered = int(streams.entered[i])
-        if spare > 0:
+        if spare > 0 and answered[i]:
             spare -= 1
             whole[i] = left_now[i] and got_all[i]
             add(*((entered, "completed") if whole[i] else (int(streams.leaks_at[i]), "orphaned")))

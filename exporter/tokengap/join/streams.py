@@ -26,7 +26,7 @@ quiet, the client sends a new request  ended
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +80,7 @@ SEGMENT = np.dtype(
         ("engine", "i4"),  # index of the engine it goes to; -1 when it goes to another hop
         ("to_hop", "i4"),
         ("carrier", "u8"),  # cookie of the socket the answer comes by
+        ("far_end", "u8"),  # the connection as seen from its other end (connection_keys)
         ("down", "u8"),  # cookie of the client-facing socket; 0 never seen
         ("asked", "f8"),
         ("born", "f8"),  # first seen
@@ -97,6 +98,7 @@ SEGMENT = np.dtype(
         ("base_up", "i8"),  # bytes on the carrier before this request
         ("header", "i8"),  # bytes of the header, 0 while not seen on its own
         ("supply", "i8"),  # answer bytes so far, header included
+        ("arrived", "i8"),  # of these, since the beat before
         ("acked", "i8"),  # bytes acknowledged by the client facing this hop, since it was found
         ("fresh", "f8"),  # answer bytes, header excluded, not yet credited with tokens
         ("lag", "f8"),  # answer bytes minus what the outermost client acknowledged, in upstream bytes, since paired
@@ -225,7 +227,7 @@ def advance(
     row = now.find(seg["carrier"])
     ours = (seg["owner"] != FOREIGN) & ((row < 0) | carriers.is_carrier[row])
     seg, returned = seg[ours], seg[~ours]
-    seg, taken = _grow(seg, now, carriers, state.at, at, events=snapshot.events)
+    seg, taken = _grow(seg, now, carriers, side.engine_side >= 0, state.at, at, events=snapshot.events)
     _await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
@@ -235,7 +237,7 @@ def advance(
     seg = _own(seg, at)
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
-    seg, ratio = _deliver(seg, path, now, state.ratio, at)
+    seg, ratio = _deliver(seg, path, now, state.ratio)
 
     asking = np.isnan(seg["ended"]) & (seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER)
     rows = now.find(seg["carrier"][asking])
@@ -331,7 +333,14 @@ def _carriers(
 
 
 def _grow(
-    seg: Segments, now: Tracked, carriers: _Carriers, before: float, at: float, *, events: bool
+    seg: Segments,
+    now: Tracked,
+    carriers: _Carriers,
+    engine_side: NDArray[np.bool_],
+    before: float,
+    at: float,
+    *,
+    events: bool,
 ) -> tuple[Segments, NDArray[np.int64]]:
     """Add what arrived to the streams in flight; end those whose socket is destroyed or carries a new request.
 
@@ -344,6 +353,16 @@ def _grow(
     flying = np.isnan(seg["ended"])
     arrived = np.where(flying, carriers.d_answer[rows], 0)
     arrived = np.where(closing & (arrived == 1), 0, arrived)  # the peer's FIN counts as a byte
+    # A socket that its own process reset (HAProxy does) is wiped before its end is told. The engine's end is not.
+    ends = now.rows[now.ended & engine_side]
+    keys = connection_keys(ends)
+    order = np.argsort(keys)
+    far = locate(keys[order], seg["far_end"])
+    told = flying & ~here & (far >= 0)
+    if told.any():
+        end = ends[order][far[told]]
+        total = np.minimum(end["bytes_acked"], end["bytes_sent"]) - seg["base_up"][told]
+        arrived[told] = np.maximum(total - seg["supply"][told], 0)
     spoken = (seg["supply"] > 0) | ~np.isnan(seg["answered"])
     asked_again = flying & here & spoken & (carriers.d_question[rows] > 0)
     asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
@@ -353,8 +372,9 @@ def _grow(
 
     before_ = body(seg)
     seg["supply"] += arrived
+    seg["arrived"] = arrived
     mute = flying & np.isnan(seg["answered"])
-    header = mute & carriers.early[rows] & (seg["supply"] <= HEADER_MOST) & ~now.ended[rows] & here
+    header = mute & here & ~now.ended[rows] & carriers.early[rows] & (seg["supply"] <= HEADER_MOST)
     seg["header"] = np.where(header, seg["supply"], seg["header"])
     seg["fresh"] += body(seg) - before_
     first = mute & (arrived > 0) & ~header
@@ -365,7 +385,7 @@ def _grow(
     missed = flying & (~here | closing | now.ended[rows])
     down = now.find(seg["down"])
     both = (seg["down"] > 0) & ((down < 0) | now.ended[down])
-    over = missed & (here | both | ~events | ~np.isnan(seg["missed"]))
+    over = missed & (here | told | both | ~events | ~np.isnan(seg["missed"]))
     seg["missed"] = np.where(missed, np.where(np.isnan(seg["missed"]), at, seg["missed"]), np.nan)
     seg["ended"] = np.where((over | asked_again) & flying, at, seg["ended"])
     # A request that came in pieces is complete with its last one.
@@ -418,6 +438,7 @@ def _born(
         base = answer
     born["id"] = state.next_id + np.arange(len(at_rows))
     born["carrier"] = rows["cookie"][at_rows]
+    born["far_end"] = connection_keys(rows[at_rows], reverse=True)
     direct = carriers.direct[at_rows]
     born["down"] = np.where(direct, born["carrier"], 0)
     born["hop"] = np.where(direct, len(state.topology.hops), -1)
@@ -427,7 +448,7 @@ def _born(
     born["asked"] = now.track["asked"][at_rows]
     born["born"] = at
     born["base_up"] = base
-    born["supply"] = answer - base
+    born["supply"] = born["arrived"] = answer - base
     waiting = waiting[at_rows] & (born["supply"] <= HEADER_MOST)
     known_header = headers[born["engine"]] if len(headers) else 0
     born["header"] = np.where(waiting, born["supply"], np.where(born["engine"] >= 0, known_header, 0))
@@ -541,54 +562,103 @@ def _sort_out(
     client never got a token                              if there is none and the stream is over: it had left
     ====================================================  ====================================================
     """
-    fresh_end = seg["ended"] == at
-    some = np.flatnonzero(
-        mine & (np.isnan(seg["ended"]) | fresh_end) & ~seg["shared"] & (seg["carrier"] != seg["down"])
-    )
-    if len(some) < 2:
-        return
     tolerance = 2 * SAME_INSTANT + blur
-    rows = now.find(seg["down"][some])
-    track = now.track[rows]
-    asked_up, asked_down = seg["asked"][some], track["asked"]
-    there = (rows >= 0) & ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
-    mute = np.isnan(seg["answered"][some])
-    over = fresh_end[some] | ~np.isnan(seg["missed"][some])
-    went_down = np.where(rows >= 0, track["written"] - track["begun"], 0) * (ratio[hop, 1] / ratio[hop, 0])
-    came_up = seg["supply"][some].astype(np.float64)
-    waits = went_down <= HEADER_MOST
-
-    def exchange(a: NDArray[np.intp], b: NDArray[np.intp]) -> None:
-        both, other = np.concatenate([some[a], some[b]]), np.concatenate([some[b], some[a]])
-        for column in ("down", "acked", "client", "gone"):
-            seg[column][both] = seg[column][other]
-        seg["lag"][both] = np.nan
-        seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
-
-    cut, left = np.flatnonzero(over & mute & there & waits), np.flatnonzero(~over & mute & ~there)
-    if len(cut) and len(left):
-        pairs = in_order(asked_up[left], asked_down[cut], tolerance)
-        exchange(cut[[j for _, j in pairs]], left[[i for i, _ in pairs]])
-        return  # what else contradicts is seen in the next beat, with these pairs
-
-    amiss = np.abs(went_down - came_up) > 0.1 * np.maximum(went_down, came_up) + 2 * HEADER_MOST
-    fed, flowing = np.flatnonzero(amiss & (rows >= 0) & ~waits), np.flatnonzero(amiss & ~mute)
-    if len(fed) and len(flowing):
-        pairs = by_volume(came_up[flowing], went_down[fed], asked_up[flowing], asked_down[fed], tolerance=tolerance)
-        for i, j in pairs:
-            if flowing[i] != fed[j]:
-                exchange(fed[[j]], flowing[[i]])
-                # What this stream had goes on in the exchange: later pairs find it where it is now.
-                fed = np.where(fed == flowing[i], fed[j], fed)
-
-    never_fed = (rows >= 0) & waits & (seg["acked"][some] <= HEADER_MOST) & (came_up > HELD_BACK)
-    never_fed &= seg["down"][some] == now.rows["cookie"][rows]  # not just exchanged
-    hungry, lonely = np.flatnonzero(never_fed & there), np.flatnonzero(~over & mute & ~there)
-    pairs = in_order(asked_up[lonely], asked_down[hungry], tolerance)
-    exchange(hungry[[j for _, j in pairs]], lonely[[i for i, _ in pairs]])
-    unfed = np.setdiff1d(hungry, hungry[[j for _, j in pairs]])
-    done = some[unfed[over[unfed]]]
+    for rule in (_cut_together, _by_amount, _never_fed):
+        burst = _burst(seg, now, mine, hop, ratio, at)
+        if len(burst.rows) < 2:
+            return
+        for a, b in rule(burst, tolerance):
+            both = np.array([burst.rows[a], burst.rows[b]])
+            for column in ("down", "acked", "client", "gone"):
+                seg[column][both] = seg[column][both[::-1]]
+            seg["lag"][both] = np.nan
+            seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
+    burst = _burst(seg, now, mine, hop, ratio, at)
+    done = burst.rows[burst.over & burst.hungry]
     seg["down"][done], seg["client"][done], seg["gone"][done] = 0, GONE, at
+
+
+@dataclass(frozen=True, slots=True)
+class _Burst:
+    """The streams of one hop, with their clients, as far as pairs can be confused. ``rows`` are rows of the segments.
+
+    ``there``: the client is connected. ``waits``: it got no more than a header. ``mute``: its stream brought no more.
+    ``over``: its stream's carrier has closed. ``hungry``: more came than any proxy holds back, and it got nothing.
+    """
+
+    rows: NDArray[np.intp]
+    asked_up: NDArray[np.float64]
+    asked_down: NDArray[np.float64]
+    came_up: NDArray[np.float64]
+    went_down: NDArray[np.float64]
+    seen: NDArray[np.bool_]
+    there: NDArray[np.bool_]
+    waits: NDArray[np.bool_]
+    mute: NDArray[np.bool_]
+    over: NDArray[np.bool_]
+    hungry: NDArray[np.bool_]
+
+
+def _burst(
+    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float
+) -> _Burst:
+    over = (seg["ended"] == at) | (np.isnan(seg["ended"]) & ~np.isnan(seg["missed"]))
+    rows = np.flatnonzero(mine & (np.isnan(seg["ended"]) | over) & ~seg["shared"] & (seg["carrier"] != seg["down"]))
+    some, down = seg[rows], now.find(seg["down"][rows])
+    track = now.track[down]
+    seen = down >= 0
+    there = seen & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED)
+    went_down = np.where(seen, track["written"] - track["begun"], 0) * (ratio[hop, 1] / ratio[hop, 0])
+    waits = went_down <= HEADER_MOST
+    return _Burst(
+        rows=rows,
+        asked_up=some["asked"],
+        asked_down=track["asked"],
+        came_up=some["supply"].astype(np.float64),
+        went_down=went_down,
+        seen=seen,
+        there=there,
+        waits=waits,
+        mute=np.isnan(some["answered"]),
+        over=over[rows],
+        hungry=there & waits & (some["acked"] <= HEADER_MOST) & (some["supply"] > HELD_BACK),
+    )
+
+
+def _cut_together(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    cut = np.flatnonzero(burst.over & burst.mute & burst.there & burst.waits)
+    left = np.flatnonzero(~burst.over & burst.mute & ~burst.there)
+    for i, j in in_order(burst.asked_up[left], burst.asked_down[cut], tolerance):
+        yield cut[j], left[i]
+
+
+def _by_amount(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    more = np.maximum(burst.went_down, burst.came_up)
+    amiss = np.abs(burst.went_down - burst.came_up) > 0.1 * more + 2 * HEADER_MOST
+    fed, flowing = np.flatnonzero(amiss & burst.seen & ~burst.waits), np.flatnonzero(amiss & ~burst.mute)
+    pairs = by_volume(
+        burst.came_up[flowing],
+        burst.went_down[fed],
+        burst.asked_up[flowing],
+        burst.asked_down[fed],
+        tolerance=tolerance,
+    )
+    holder = {int(row): int(row) for row in fed}  # which stream has the client that this one had at first
+    for i, j in pairs:
+        stream, client = int(flowing[i]), int(fed[j])
+        if holder[client] != stream:
+            yield np.intp(holder[client]), np.intp(stream)
+            moved = next((at_first for at_first, now_at in holder.items() if now_at == stream), None)
+            if moved is not None:
+                holder[moved] = holder[client]
+            holder[client] = stream
+
+
+def _never_fed(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    hungry = np.flatnonzero(burst.hungry)
+    lonely = np.flatnonzero(~burst.over & burst.mute & ~burst.there)
+    for i, j in in_order(burst.asked_up[lonely], burst.asked_down[hungry], tolerance):
+        yield hungry[j], lonely[i]
 
 
 def _at_rest(
@@ -626,7 +696,7 @@ def _at_rest(
 
     denied = seg["no_room"].copy()
     seg["no_room"] = False
-    undecided = answered & ~over & (seg["engine"] >= 0) & (~seg["trial"] | mute)
+    undecided = answered & ~over & (seg["engine"] >= 0)
     for engine in np.unique(seg["engine"][undecided]):
         mine = np.flatnonzero(undecided & (seg["engine"] == engine))
         if engine not in engines:
@@ -726,17 +796,13 @@ def _chain(seg: Segments, parent: NDArray[np.intp], inner: NDArray[np.intp]) -> 
     return Path(first, leaks_at, client, inner)
 
 
-def _deliver(
-    seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64], at: float
-) -> tuple[Segments, NDArray[Any]]:
+def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]) -> tuple[Segments, NDArray[Any]]:
     """Measure how far each client is behind: what arrived for it and is not acknowledged, in upstream bytes."""
     top = seg[path.first]
     hop = np.where(top["hop"] >= 0, top["hop"], len(ratio) - 1)
     direct = seg["carrier"] == seg["down"]
-    moving = np.isnan(seg["ended"]) | (seg["ended"] == at)
-    carrier, down = now.find(seg["carrier"]), now.find(top["down"])
-    arrived = np.where(moving, np.where(direct, now.d_written[carrier], now.d_received[carrier]), 0)
-    d_acked = now.d_acked[down]
+    down = now.find(top["down"])
+    arrived, d_acked = seg["arrived"], now.d_acked[down]
 
     # Headers differ by an unknown constant, and chunks are re-framed. So while the client is there the smallest lag is
     # taken for "all delivered" and may drift a little; on the engine's own socket both sides are the same bytes.
