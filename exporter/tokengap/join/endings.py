@@ -74,7 +74,7 @@ def excess(fates: Fates, page: EnginePage, streams: Owned, at: float) -> tuple[F
     if page.running is None and page.waiting is None:
         return fates, Excess()
     seg = streams.segments
-    open_streams = int(np.isnan(seg["ended"]).sum())
+    open_streams = int((np.isnan(seg["ended"]) & ~seg["trial"]).sum())
     just_left = int(((seg["ended"] == at) & ~seg["trial"] & (streams.client >= VANISHED)).sum())
     now = max((page.running or 0.0) + (page.waiting or 0.0) - open_streams, 0.0)
     lasting = min(now, fates.excess)
