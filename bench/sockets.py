@@ -30,12 +30,43 @@ from multiprocessing.connection import Connection
 
 import psutil
 
+import tokengap.join
+from tokengap.readings import EnginePage, ProcessTable, Reading, Readings, SocketSnapshot
 from tokengap.sources.sockets import Sockets
+from tokengap.topology import Endpoint, Engine, Hop, Topology
 
 REQUEST, ANSWER = b"q" * 300, b"a" * 500
 
 #: The most that a ratio may be, by the beginning of its name. The last is for twice the streams.
-BARS = {"ratio_ours_to_ss": 0.5, "ratio_ours_to_psutil": 0.2, "ratio_": 2.3}
+BARS = {"ratio_ours_with_join_to_ss": 1.0, "ratio_ours_to_ss": 0.5, "ratio_ours_to_psutil": 0.2, "ratio_": 2.3}
+
+
+class Joined:
+    """The join behind the source, fed with a page that says all streams run and one token came for each."""
+
+    def __init__(self, live: World) -> None:
+        (engine_port,) = live.targets or live.listening
+        hops = tuple(Hop("edge", (Endpoint(None, port),), ("engine-1",)) for port in live.listening - {engine_port})
+        engine = Engine("engine-1", f"http://127.0.0.1:{engine_port}", (Endpoint(None, engine_port),))
+        self._topology = Topology((engine,), hops)
+        self._state = tokengap.join.start(self._topology)
+        self._tokens = 0.0
+
+    def step(self, snapshot: SocketSnapshot, streams: int) -> int:
+        """Take one beat's sockets in; returns how many streams are in flight to the engine."""
+        now = time.monotonic()
+        self._tokens += streams
+        page = EnginePage(running=float(streams), waiting=0.0, generation_tokens=self._tokens, finished=0.0)
+        readings = Readings(
+            now,
+            time.time(),
+            self._topology,
+            Reading(now, 0.02, snapshot),
+            {"engine-1": Reading(now, value=page)},
+            Reading(now, value=ProcessTable()),
+        )
+        self._state, view = tokengap.join.step(self._state, readings)
+        return view.engines[0].open_streams
 
 
 # --- the streams ----------------------------------------------------------------------------------------------------
@@ -175,9 +206,16 @@ def measure(shape: str, streams: int, rounds: int) -> dict[str, float]:
             if rows != open_streams * (3 if shape == "proxied" else 2):
                 raise SystemExit(f"{shape}: {rows} sockets seen for {open_streams} streams")
 
-        # A further way of reading is a further entry, for example the source with the join behind it.
+        joined = Joined(live)
+
+        def ours_with_join() -> None:
+            seen = joined.step(source.snapshot(live.listening, live.targets), open_streams)
+            if seen != open_streams:
+                raise SystemExit(f"{shape}: the join sees {seen} of {open_streams} streams")
+
         ways: dict[str, Callable[[], object]] = {
             "ours": ours,
+            "ours_with_join": ours_with_join,
             "ss": lambda: subprocess.run(["ss", "-tinH"], stdout=subprocess.DEVNULL, check=True),
             "psutil": lambda: psutil.net_connections("tcp"),
         }
@@ -191,12 +229,16 @@ def measure(shape: str, streams: int, rounds: int) -> dict[str, float]:
             live.tell(more)
             open_streams += more
             processor[open_streams] = take_turns({"ours": ours}, 3 * rounds, refresh, time.thread_time)["ours"]
+        for _ in range(3):  # streams are paired in the first beats; what counts is every beat after
+            refresh()
+            joined.step(source.snapshot(live.listening, live.targets), open_streams)
         say(f"{shape}: taking turns")
         turns = take_turns(ways, rounds, refresh)
     return {
         **{f"seconds_{name}": seconds for name, seconds in turns.items()},
         **{f"seconds_processor_ours_{count}": seconds for count, seconds in processor.items()},
         "ratio_ours_to_ss": turns["ours"] / turns["ss"],
+        "ratio_ours_with_join_to_ss": turns["ours_with_join"] / turns["ss"],
         "ratio_ours_to_psutil": turns["ours"] / turns["psutil"],
         f"ratio_{streams}_to_{streams // 2}": processor[streams] / processor[streams // 2],
     }

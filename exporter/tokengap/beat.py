@@ -1,0 +1,173 @@
+"""The loop: read all sources, join, hand the view on. One beat serves every scraper.
+
+Each source has a deadline of its own and fails alone: an answer, or the reason why there is none, goes into the
+readings, and the beat goes on. A source that hangs is not asked again until it has answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from tokengap.errors import SourceError, SourceRefused
+from tokengap.readings import EnginePage, ProcessTable, Reading, Readings, SocketSnapshot
+from tokengap.topology import Topology
+from tokengap.view import View
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: The share of an interval that one source may take. The rest is for the join and for rendering the page.
+DEADLINE_SHARE = 0.8
+
+
+class SocketSource(Protocol):
+    """What the beat needs of :class:`tokengap.sources.sockets.Sockets`."""
+
+    async def read(self, topology: Topology) -> SocketSnapshot:
+        """Return the watched sockets as they are now."""
+
+
+class PageSource(Protocol):
+    """What the beat needs of :class:`tokengap.sources.engine.EngineSource`."""
+
+    async def read(self) -> EnginePage:
+        """Return the engine's page."""
+
+
+class ProcessSource(Protocol):
+    """What the beat needs of :class:`tokengap.sources.processes.Processes`."""
+
+    async def read(self, topology: Topology, questions: frozenset[int]) -> ProcessTable:
+        """Return what the process table tells, and whose sockets those inodes are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """All sources of one exporter; the engines' pages by engine name."""
+
+    sockets: SocketSource
+    engines: Mapping[str, PageSource]
+    processes: ProcessSource
+
+
+class Join(Protocol):
+    """The fold that turns readings into views: :mod:`tokengap.join`, or a test's own."""
+
+    def start(self, topology: Topology) -> Any:
+        """Return the state before the first beat."""
+
+    def step(self, state: Any, readings: Readings) -> tuple[Any, View]:
+        """Take one beat's readings in."""
+
+    def questions(self, state: Any) -> frozenset[int]:
+        """Return the socket inodes whose owner the join wants to know."""
+
+
+class Asker(Generic[T]):
+    """Asks one source, again and again, and never has two questions out at once."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._asked: asyncio.Task[T] | None = None
+        self._bugs: set[str] = set()
+
+    async def ask(self, question: Callable[[], Awaitable[T]], deadline: float) -> Reading[T]:
+        """Return the answer, or the reason why there is none within ``deadline`` seconds."""
+        began = time.monotonic()
+        if self._asked is not None and not self._asked.done():
+            return Reading(began, error="still no answer to an earlier read")
+        task = self._asked = asyncio.ensure_future(_awaited(question))
+        done, _ = await asyncio.wait([task], timeout=deadline)
+        now = time.monotonic()
+        if not done:
+            return Reading(now, now - began, error=f"no answer within {deadline:.1f} s")
+        error = task.exception()
+        if error is None:
+            return Reading(now, now - began, value=task.result())
+        if not isinstance(error, SourceError):
+            self._note_bug(error)
+            return Reading(now, now - began, error=f"bug: {type(error).__name__}: {error}".splitlines()[0])
+        return Reading(now, now - began, error=str(error), refused=isinstance(error, SourceRefused))
+
+    def cancel(self) -> None:
+        """Give up what is still asked."""
+        if self._asked is not None:
+            self._asked.cancel()
+
+    def _note_bug(self, error: BaseException) -> None:
+        """Log an error that no source should raise, with its traceback, once each."""
+        if (kind := repr(error)) not in self._bugs:
+            self._bugs.add(kind)
+            log.error("a source failed in a way it should not", extra={"source": self._name}, exc_info=error)
+
+
+async def _awaited(question: Callable[[], Awaitable[T]]) -> T:
+    return await question()
+
+
+class Beat:
+    """One exporter's heart. ``publish`` gets each view; it may render for a while, the next beat waits for it."""
+
+    def __init__(
+        self, topology: Topology, sources: Sources, join: Join, publish: Callable[[View], Awaitable[None]]
+    ) -> None:
+        self._topology, self._sources, self._join, self._publish = topology, sources, join, publish
+        self._sockets: Asker[SocketSnapshot] = Asker("sockets")
+        self._pages: dict[str, Asker[EnginePage]] = {name: Asker(f"engine {name}") for name in sources.engines}
+        self._processes: Asker[ProcessTable] = Asker("processes")
+        self._state = join.start(topology)
+
+    async def run(self) -> None:
+        """Beat until cancelled, on a monotonic grid. Missed beats are skipped; the one after them is marked late."""
+        interval = self._topology.interval
+        due = time.monotonic()
+        try:
+            while True:
+                now = time.monotonic()
+                late = now - due > interval / 2
+                await self.once(late=late)
+                now = time.monotonic()
+                due = due + interval if now < due + interval else now + interval - (now - due) % interval
+                await asyncio.sleep(max(due - now, 0.0))
+        finally:
+            self._sockets.cancel()
+            self._processes.cancel()
+            for page in self._pages.values():
+                page.cancel()
+
+    async def once(self, *, late: bool = False) -> View:
+        """Read, join and publish once."""
+        readings = await self._read(late=late)
+        self._state, view = await asyncio.to_thread(self._join.step, self._state, readings)
+        await self._publish(view)
+        return view
+
+    async def _read(self, *, late: bool) -> Readings:
+        deadline = DEADLINE_SHARE * self._topology.interval
+        # The sockets first, then the pages: so a token that is counted has, if anything, bytes that were not seen yet,
+        # and never the reverse. What a page knows more than the sockets is made up for by the next beat's bytes.
+        sockets = await self._sockets.ask(lambda: self._sources.sockets.read(self._topology), deadline)
+        questions = self._join.questions(self._state)
+        processes, pages = await asyncio.gather(
+            self._processes.ask(lambda: self._sources.processes.read(self._topology, questions), deadline),
+            asyncio.gather(
+                *(self._pages[name].ask(source.read, deadline) for name, source in self._sources.engines.items())
+            ),
+        )
+        if sockets.value is not None:  # its ages are those of the middle of the dump
+            sockets = Reading(sockets.at - sockets.took / 2, sockets.took, sockets.value)
+        return Readings(
+            at=time.monotonic(),
+            wall=time.time(),
+            topology=self._topology,
+            sockets=sockets,
+            engines=dict(zip(self._sources.engines, pages, strict=True)),
+            processes=processes,
+            late=late,
+        )

@@ -1,0 +1,97 @@
+"""Put together: sources, beat, join and web make an exporter. Used by ``tokengap serve`` and by the demo."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+import tokengap.join
+from tokengap.beat import DEADLINE_SHARE, Beat, Sources
+from tokengap.config import Settings, merge, topology
+from tokengap.errors import SettingsError
+from tokengap.sources.engine import EngineSource, resolve
+from tokengap.sources.processes import Discovery, Processes, discover
+from tokengap.sources.sockets import Sockets
+from tokengap.topology import Topology
+from tokengap.web.routes import make_app
+from tokengap.web.server import Server, parse_listen
+from tokengap.web.serving import Serving
+
+log = logging.getLogger(__name__)
+
+
+async def look(settings: Settings) -> tuple[Topology, Discovery | None]:
+    """Return what the settings tell to watch, and with ``auto`` also what was found on this host."""
+    watched = await topology(settings, resolve)
+    if not settings.auto:
+        return watched, None
+    found = await asyncio.to_thread(discover)
+    return merge(watched, found.engines, found.hops), found
+
+
+async def find(settings: Settings) -> tuple[Topology, Discovery | None]:
+    """As :func:`look`. SettingsError when there is no engine, the one thing an exporter cannot do without."""
+    watched, found = await look(settings)
+    if not watched.engines:
+        raise SettingsError(
+            "no engine to watch: name one, such as --engine http://127.0.0.1:8000"
+            + ("; --auto found no vLLM server on this host" if settings.auto else ", or let --auto look for it")
+        )
+    return watched, found
+
+
+@asynccontextmanager
+async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple[Server, Serving]]:
+    """Run an exporter while the block lasts. Raises SetupError when the address is taken."""
+    serving = Serving(telemetry_path=settings.telemetry_path, show_addresses=settings.show_addresses)
+    server = Server(make_app(serving))
+    await server.start(*parse_listen(settings.listen))
+    sockets = Sockets(events=settings.events)
+    try:
+        async with aiohttp.ClientSession() as session:
+            deadline = DEADLINE_SHARE * settings.interval
+            sources = Sources(
+                sockets=sockets,
+                engines={engine.name: EngineSource(engine, session, deadline=deadline) for engine in watched.engines},
+                processes=Processes(),
+            )
+            beat = asyncio.create_task(
+                Beat(watched, sources, tokengap.join, serving.render_and_publish).run(), name="beat"
+            )
+            beat.add_done_callback(_end_with)
+            log.info("sockets are read", extra={"way": sockets.describe()})
+            try:
+                yield server, serving
+            finally:
+                beat.cancel()
+                await asyncio.gather(beat, return_exceptions=True)
+    finally:
+        sockets.close()
+        await server.stop()
+
+
+def _end_with(beat: asyncio.Task[None]) -> None:
+    """Say it when the beat ends by itself: from then on the page would stand still."""
+    if not beat.cancelled() and (error := beat.exception()) is not None:
+        log.critical("the beat has stopped: a bug", exc_info=error)
+        raise SystemExit(1)
+
+
+async def serve(settings: Settings, until: asyncio.Event) -> None:
+    """Serve until the event is set, and say what is watched, one line each."""
+    watched, found = await find(settings)
+    for sentence in found.sentences if found is not None else ():
+        log.info(sentence)
+    for engine in watched.engines:
+        log.info("engine", extra={"engine": engine.name, "url": engine.url})
+    for hop in watched.hops:
+        listen = ",".join(map(str, hop.listen))
+        log.info("hop", extra={"hop": hop.name, "listen": listen, "to": ",".join(hop.to)})
+    async with exporter(settings, watched) as (server, _):
+        log.info("serving", extra={"address": server.url + settings.telemetry_path})
+        await until.wait()
+    log.info("stopped")

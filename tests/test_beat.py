@@ -1,0 +1,190 @@
+"""The loop with sources of the tests' own: each fails alone, none delays the page, missed beats are marked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import tokengap.join
+from tokengap.beat import Beat, Sources
+from tokengap.errors import SourceRefused, SourceUnusable
+from tokengap.readings import SOCKET, EnginePage, ProcessTable, Readings, SocketSnapshot
+from tokengap.topology import Endpoint, Engine, Topology
+
+TOPOLOGY = Topology(
+    engines=(
+        Engine("a", "http://127.0.0.1:1", (Endpoint(None, 1),)),
+        Engine("b", "http://127.0.0.1:2", (Endpoint(None, 2),)),
+    ),
+    interval=0.2,
+)
+
+
+@dataclass
+class Source:
+    """Answers with ``answer``; raises it when it is an error; waits for it when it is an event."""
+
+    answer: object
+    asked: list[tuple] = field(default_factory=list)
+
+    async def read(self, *question):
+        self.asked.append((time.monotonic(), *question))
+        if isinstance(self.answer, asyncio.Event):
+            await self.answer.wait()
+            raise SourceUnusable("too late")
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Notebook:
+    """A join that keeps the readings and asks about inode 7."""
+
+    def __init__(self) -> None:
+        self.readings: list[Readings] = []
+
+    def start(self, _topology):
+        return ()
+
+    def step(self, state, readings):
+        self.readings.append(readings)
+        return state, SimpleNamespace(beat=len(self.readings))
+
+    def questions(self, _state):
+        return frozenset({7})
+
+
+class Views(list):
+    """What was published; ``reach`` waits until there are so many."""
+
+    def __init__(self):
+        super().__init__()
+        self._more = asyncio.Condition()
+
+    async def publish(self, view):
+        async with self._more:
+            self.append(view)
+            self._more.notify_all()
+
+    async def reach(self, count):
+        async with self._more:
+            await asyncio.wait_for(self._more.wait_for(lambda: len(self) >= count), 10)
+
+
+def snapshot() -> SocketSnapshot:
+    return SocketSnapshot(np.zeros(0, dtype=SOCKET))
+
+
+def beat(*, sockets=None, a=None, b=None, processes=None, join=None):
+    join = join or Notebook()
+    views = Views()
+
+    sources = Sources(
+        sockets=sockets or Source(snapshot()),
+        engines={"a": a or Source(EnginePage(running=1.0)), "b": b or Source(EnginePage(running=2.0))},
+        processes=processes or Source(ProcessTable()),
+    )
+    return Beat(TOPOLOGY, sources, join, views.publish), join, views
+
+
+async def test_one_beat_reads_everything_and_publishes_the_view():
+    """Sockets, every engine's page and the process table are in the readings, with the join's questions asked."""
+    processes = Source(ProcessTable(owners={7: "edge"}))
+    heart, join, views = beat(processes=processes)
+    await heart.once()
+    readings = join.readings[0]
+    assert readings.sockets.value is not None
+    assert {name: page.value.running for name, page in readings.engines.items()} == {"a": 1.0, "b": 2.0}
+    assert readings.processes.value.owners == {7: "edge"}
+    assert processes.asked[0][1:] == (TOPOLOGY, frozenset({7}))
+    assert len(views) == 1
+
+
+async def test_the_sockets_are_read_before_the_pages():
+    """A token that is counted has, if anything, bytes that were not seen yet: the dump comes first."""
+    sockets, a = Source(snapshot()), Source(EnginePage())
+    heart, _, _ = beat(sockets=sockets, a=a)
+    await heart.once()
+    assert sockets.asked[0][0] < a.asked[0][0]
+
+
+async def test_a_source_that_fails_does_so_alone():
+    """Its reading carries the reason; refused is told from failing; the others are read as ever."""
+    heart, join, views = beat(a=Source(SourceRefused("connection refused")), b=Source(SourceUnusable("HTTP 503")))
+    await heart.once()
+    a, b = join.readings[0].engines["a"], join.readings[0].engines["b"]
+    assert (a.value, a.error, a.refused) == (None, "connection refused", True)
+    assert (b.value, b.error, b.refused) == (None, "HTTP 503", False)
+    assert join.readings[0].sockets.value is not None
+    assert len(views) == 1
+
+
+async def test_a_source_that_hangs_is_given_up_for_the_beat_and_not_asked_twice():
+    """The page goes on within the interval, the reading says why there is no value, and no second question is out."""
+    hangs = Source(asyncio.Event())
+    heart, join, views = beat(a=hangs)
+    began = time.monotonic()
+    await heart.once()
+    await heart.once()
+    assert time.monotonic() - began < 3 * TOPOLOGY.interval
+    assert join.readings[0].engines["a"].error == "no answer within 0.2 s"
+    assert join.readings[1].engines["a"].error == "still no answer to an earlier read"
+    assert len(hangs.asked) == 1
+    assert [readings.engines["b"].value.running for readings in join.readings] == [2.0, 2.0]
+    hangs.answer.set()
+    await asyncio.sleep(0)
+    await heart.once()
+    assert len(hangs.asked) == 2
+    assert len(views) == 3
+
+
+async def test_a_bug_in_a_source_is_a_failed_reading_and_logged_once(caplog):
+    """An error that no source should raise ends neither the beat nor the process, and fills no log."""
+    heart, join, views = beat(a=Source(ZeroDivisionError("oops")))
+    with caplog.at_level(logging.ERROR):
+        await heart.once()
+        await heart.once()
+    assert join.readings[0].engines["a"].error == "bug: ZeroDivisionError: oops"
+    assert len([r for r in caplog.records if r.exc_info]) == 1
+    assert len(views) == 2
+
+
+async def test_beats_keep_their_grid_and_a_late_one_says_so():
+    """Beats come on a grid; after the process was held up for three beats, one beat comes at once, marked late."""
+    heart, join, views = beat()
+    task = asyncio.create_task(heart.run())
+    await views.reach(3)
+    time.sleep(0.7)  # noqa: ASYNC251 - the point of the test: the whole loop is held up
+    await views.reach(6)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    late = [readings.late for readings in join.readings]
+    assert not any(late[:3])
+    assert any(late[3:5])
+    assert not late[5]
+    gaps = np.diff([readings.at for readings in join.readings[:3]])
+    assert gaps == pytest.approx([0.2, 0.2], abs=0.1)
+
+
+async def test_it_ends_when_cancelled_with_a_source_hanging():
+    """A cancelled beat leaves no task behind."""
+    heart, _, _ = beat(sockets=Source(asyncio.Event()))
+    task = asyncio.create_task(heart.run())
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_the_real_join_fits_the_loop():
+    """The module ``tokengap.join`` is what the beat expects of a join."""
+    heart, _, views = beat(join=tokengap.join)
+    await heart.once()
+    assert [engine.running for engine in views[0].engines] == [1.0, 2.0]
