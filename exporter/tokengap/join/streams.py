@@ -820,8 +820,14 @@ def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]
     undelivered = ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)
     seg["draining"] = ~np.isnan(seg["ended"]) & listening & undelivered & (seg["engine"] >= 0)
 
+    # Pairs of one burst may still be confused: believe a pair that agrees with what is known, and all pairs of a hop
+    # where nobody left, for then confusion does not change the sums.
     drained = (now.rows["wqueue"][down] == 0) & (path.client == CONNECTED) & ~direct & ~top["shared"]
     flows = drained & (d_acked > 0) & (arrived > 0)
+    expected = arrived * ratio[hop, 0] / ratio[hop, 1]
+    agrees = np.abs(d_acked - expected) <= 0.3 * expected
+    calm = ~np.isin(hop, np.unique(hop[(path.client != CONNECTED) & ~direct]))
+    flows &= agrees | calm
     ratio = ratio.copy()
     np.add.at(ratio, (hop[flows], 0), d_acked[flows])
     np.add.at(ratio, (hop[flows], 1), arrived[flows])

@@ -85,7 +85,7 @@ async def running(part: Part, directory: Path, *, ready_within: float = 20.0) ->
     block when something still listens on its ports.
     """
     for port in part.ports:
-        if _taken(port):
+        if taken(port):
             raise SetupError(f"{part.name} cannot start: port {port} on {LOOPBACK} is taken")
     log = directory / f"{part.name}.log"
     with log.open("ab") as output:
@@ -141,6 +141,19 @@ async def listens(port: int) -> bool:
     return True
 
 
+def taken(port: int) -> bool:
+    """Tell whether somebody holds this port on loopback. SetupError when it may not be used at all."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has closed and lingers is no owner
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise SetupError(f"port {port} on {LOOPBACK}: {error.strerror}") from error
+            return True
+    return False
+
+
 def free_ports(count: int) -> list[int]:
     """Return ports on loopback that nobody used a moment ago, all different."""
     with contextlib.ExitStack() as held:
@@ -159,18 +172,6 @@ def allow_many_sockets() -> None:
     """Raise this process's limit of open files as far as it goes: thousands of streams are thousands of sockets."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _taken(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has closed and lingers is no owner
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise SetupError(f"port {port} on {LOOPBACK}: {error.strerror}") from error
-            return True
-    return False
 
 
 def _tie_to_this_process(number: signal.Signals) -> Callable[[], None]:
