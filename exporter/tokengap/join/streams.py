@@ -481,11 +481,13 @@ def _find_clients(
     flying = np.isnan(seg["ended"]) | (seg["ended"] == at)
     rows = now.find(seg["down"])
     listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
-    needy = flying & ~direct & ~listens
+    needy = flying & ~direct & ~listens & (np.isnan(seg["ended"]) | (seg["down"] == 0))
 
     # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
     # neither, and must not be taken for the client of another stream of the same burst.
-    busy = locate(np.unique(seg["down"][np.isnan(seg["ended"]) & listens]), now.rows["cookie"]) >= 0
+    asks_the_same = np.abs(now.track["asked"][rows] - seg["asked"]) <= 2 * SAME_INSTANT + blur
+    held = listens & (np.isnan(seg["ended"]) | ((seg["ended"] == at) & asks_the_same))
+    busy = locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0
     waits = now.rows["last_data_sent"] >= now.rows["last_data_recv"] - 1e3 * HEADER_SECONDS
     free = is_down & ~busy & (now.rows["bytes_received"] != 0) & (~now.known | waits | (now.d_written > 0))
     free &= (now.rows["state"] == ESTABLISHED) | ~now.known
