@@ -231,7 +231,7 @@ def advance(
     _await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
-    seg = _find_clients(seg, now, side, edges, state.ratio, at, blur)
+    _find_clients(seg, now, side, edges, state.ratio, at, blur)
     parent, inner = _links(seg, now)
     seg = _at_rest(seg, now, inner, engines, headers, at, topology.interval)
     seg = _own(seg, at)
@@ -474,51 +474,57 @@ def _find_clients(
     ratio: NDArray[np.float64],
     at: float,
     blur: float,
-) -> Segments:
+) -> None:
     """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom."""
-    is_down = (side.down >= 0) & ~now.ended
-    direct = seg["carrier"] == seg["down"]
-    flying = np.isnan(seg["ended"]) | (seg["ended"] == at)
+    for hop in np.unique(side.down[side.down >= 0]):
+        mine = (seg["hop"] == hop) | (seg["hop"] == UNSEEN)
+        targets = [(target, "to_hop" if is_hop else "engine") for h, target, is_hop in edges if h == hop]
+        mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
+        # First with the clients of before, for those that have closed by now still tell whose they were.
+        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
+        _pair_free(seg, now, side, mine, int(hop), at, blur)
+        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
+
+
+def _pair_free(
+    seg: Segments, now: Tracked, side: Sides, mine: NDArray[np.bool_], hop: int, at: float, blur: float
+) -> None:
+    """Pair the streams of a hop that have no client with its clients that have no stream."""
+    flying = np.isnan(seg["ended"])
+    fresh_end = seg["ended"] == at
     rows = now.find(seg["down"])
     listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
-    needy = flying & ~direct & ~listens & (np.isnan(seg["ended"]) | (seg["down"] == 0))
+    needy = mine & ~listens & (seg["carrier"] != seg["down"]) & (flying | (fresh_end & (seg["down"] == 0)))
 
     # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
     # neither, and must not be taken for the client of another stream of the same burst.
     asks_the_same = np.abs(now.track["asked"][rows] - seg["asked"]) <= 2 * SAME_INSTANT + blur
-    held = listens & (np.isnan(seg["ended"]) | ((seg["ended"] == at) & asks_the_same))
+    held = listens & (flying | (fresh_end & asks_the_same))
     busy = locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0
     waits = now.rows["last_data_sent"] >= now.rows["last_data_recv"] - 1e3 * HEADER_SECONDS
-    free = is_down & ~busy & (now.rows["bytes_received"] != 0) & (~now.known | waits | (now.d_written > 0))
-    free &= (now.rows["state"] == ESTABLISHED) | ~now.known
+    free = (side.down == hop) & ~now.ended & ~busy & (now.rows["bytes_received"] != 0)
+    free &= (~now.known | waits | (now.d_written > 0)) & ((now.rows["state"] == ESTABLISHED) | ~now.known)
 
-    for hop in np.unique(side.down[is_down]):
-        mine = (seg["hop"] == hop) | (seg["hop"] == UNSEEN)
-        targets = [(target, "to_hop" if is_hop else "engine") for h, target, is_hop in edges if h == hop]
-        mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
-        wanting = np.flatnonzero(needy & mine)
-        candidates = np.flatnonzero(free & (side.down == hop))
-        if len(wanting) and len(candidates):
-            matches = pair(
-                Requests(
-                    seg["asked"][wanting],
-                    now.rows["inode"][now.find(seg["carrier"][wanting])],
-                    ~np.isnan(seg["answered"][wanting]),
-                    (seg["down"][wanting] == 0) & ~seg["trial"][wanting],
-                ),
-                Requests(
-                    now.track["asked"][candidates],
-                    now.rows["inode"][candidates],
-                    ~waits[candidates],
-                    now.known[candidates],
-                ),
-                tolerance=SAME_INSTANT + blur,
-            )
-            for i, j in matches:
-                _join(seg, wanting[i], now, candidates[j], int(hop))
-        _share(seg, now, side, int(hop), mine & needy, blur)
-        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-    return seg
+    wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
+    if len(wanting) and len(candidates):
+        matches = pair(
+            Requests(
+                seg["asked"][wanting],
+                now.rows["inode"][now.find(seg["carrier"][wanting])],
+                ~np.isnan(seg["answered"][wanting]),
+                (seg["down"][wanting] == 0) & ~seg["trial"][wanting],
+            ),
+            Requests(
+                now.track["asked"][candidates],
+                now.rows["inode"][candidates],
+                ~waits[candidates],
+                now.known[candidates],
+            ),
+            tolerance=SAME_INSTANT + blur,
+        )
+        for i, j in matches:
+            _join(seg, wanting[i], now, candidates[j], hop)
+    _share(seg, now, side, hop, needy, blur)
 
 
 def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> None:
