@@ -681,7 +681,8 @@ def _at_rest(
     """End the streams that have finished on a socket that stays (the table in this module's docstring)."""
     flying = np.isnan(seg["ended"])
     mute = np.isnan(seg["answered"])
-    answered = flying & (seg["supply"] > 0)  # if only by what may be a header, or all of a small answer
+    counted = flying & np.isnan(seg["missed"])  # the others are closing
+    answered = counted & (seg["supply"] > 0)  # if only by what may be a header, or all of a small answer
     carrier = now.rows[now.find(seg["carrier"])]
     answer_age = np.where(seg["carrier"] == seg["down"], carrier["last_data_sent"], carrier["last_data_recv"])
     silence = np.where(answer_age >= 0, answer_age / 1e3, at - seg["grew"])
@@ -693,12 +694,13 @@ def _at_rest(
     carried_on = (inner >= 0) & flying[inner]
     over = quiet & (moved_on | (seg["trial"] & ~mute) | ((seg["to_hop"] >= 0) & ~carried_on))
 
-    just_closed = (seg["down"] > 0) & np.isnan(seg["gone"]) & ((rows < 0) | now.ended[rows])
-    cut = just_closed & now.ended[now.find(seg["carrier"])]  # both sides at once: finished, or not
     # A header of the size that this engine is known to send belongs to a stream that waits; an answer that is as small
     # and is not that is likely a poll.
     known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
     as_known = mute & (known_header > 0) & (seg["supply"] == known_header)
+    just_closed = (seg["down"] > 0) & np.isnan(seg["gone"]) & ((rows < 0) | now.ended[rows])
+    cut = just_closed & now.ended[now.find(seg["carrier"])]  # both sides at once: finished, or not
+    just_closed &= ~mute | ((known_header > 0) & ~as_known)  # a stream that waits has not finished
     rank = np.where(as_known, 0.0, silence + SAME_INSTANT * just_closed)
     rank += np.where(mute & ~as_known & (known_header > 0), 1e6, 0.0) + np.where(mute & (seg["down"] == 0), 1e3, 0.0)
 
@@ -711,7 +713,7 @@ def _at_rest(
             over[mine] = quiet[mine] & (silence[mine] > QUIET_PATIENCE)
             continue
         here = (seg["engine"] == engine) & ~seg["trial"]
-        room = max(int(engines[engine].requests) - int((here & flying & ~answered).sum()), 0)
+        room = max(int(engines[engine].requests) - int((here & counted & ~answered).sum()), 0)
         by_rank = mine[np.argsort(rank[mine], kind="stable")]
         no_room = by_rank[room:]
         # Twice for those that are merely quiet: the page is read after the sockets, and may know of an end elsewhere.
