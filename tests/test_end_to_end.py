@@ -1,0 +1,227 @@
+"""The exporter as it runs: what it watches dies, and a real Prometheus asks for every series."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from lab.serving import served
+from tokengap.lab.batching import Knobs
+from tokengap.lab.engine import engine_part
+from tokengap.lab.gateway import gateway_part
+from tokengap.lab.parts import LOOPBACK, Part, RunningPart, free_ports, running
+from tokengap.lab.users import User, Visit, crowd
+from tokengap.series import SERIES
+from tokengap.series.engines import ENGINE_RESTARTS, ENGINE_STATE
+from tokengap.series.streams import STREAMS, STREAMS_ENDED
+from tokengap.series.tokens import TOKENS_ORPHANED, TOKENS_OUT, TOKENS_PENDING, TOKENS_UNATTRIBUTED, TOKENS_USEFUL
+
+pytestmark = pytest.mark.e2e
+
+COUNTERS = tuple(series.name for series in SERIES if series.kind == "counter")
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass
+class Exporter:
+    """A running ``tokengap serve``, scraped all the time: every scrape is answered, and no counter ever falls."""
+
+    url: str
+    session: aiohttp.ClientSession
+    last: Samples = field(default_factory=dict)
+
+    async def scrape(self) -> Samples:
+        async with self.session.get(f"{self.url}/metrics") as answer:
+            assert answer.status == 200, "the exporter has stopped serving"
+            text = await answer.text()
+        now = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        for key, value in self.last.items():
+            if key[0] in COUNTERS:
+                assert now.get(key, -1.0) >= value, f"{key} fell from {value} to {now.get(key)}"
+        self.last |= {key: value for key, value in now.items() if key[0] in COUNTERS}
+        return now
+
+    async def until(self, condition: Callable[[Samples], bool], within: float = 20.0) -> Samples:
+        """Scrape until a condition holds of the page."""
+        deadline = time.monotonic() + within
+        while not condition(page := await self.scrape()):
+            assert time.monotonic() < deadline, f"this did not come true in {within} s; {total(page, TOKENS_OUT)} out"
+            await asyncio.sleep(0.2)
+        return page
+
+
+def total(page: Samples, series: object, **labels: str) -> float:
+    return sum(value for (name, has), value in page.items() if name == str(series) and labels.items() <= set(has))
+
+
+def state(page: Samples) -> str:
+    return next(dict(has)["state"] for (name, has), value in page.items() if name == str(ENGINE_STATE) and value == 1)
+
+
+def balanced(page: Samples) -> bool:
+    parts = (TOKENS_USEFUL, TOKENS_ORPHANED, TOKENS_PENDING, TOKENS_UNATTRIBUTED)
+    return total(page, TOKENS_OUT) == pytest.approx(sum(total(page, part) for part in parts), abs=0.01)
+
+
+@dataclass
+class Watched:
+    """What is watched, each a process of its own, and the exporter."""
+
+    engine: RunningPart
+    edge: RunningPart
+    edge_port: int
+    exporter: Exporter
+
+    @asynccontextmanager
+    async def crowd(self, count: int, **plan) -> AsyncIterator[list[asyncio.Task]]:
+        """Let users come for the length of the block; those who are still there at its end are cut off."""
+        tasks = [asyncio.create_task(Visit(user, self.edge_port).run()) for user in crowd(count, 0, **plan)]
+        try:
+            yield tasks
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def serve_part(port: int, *arguments: str) -> Part:
+    command = (sys.executable, "-m", "tokengap", "serve", "--listen", f"{LOOPBACK}:{port}", *arguments)
+    return Part("exporter", command, (port,))
+
+
+@asynccontextmanager
+async def watched(directory: Path, knobs: Knobs, *more: str) -> AsyncIterator[Watched]:
+    """Run an engine, the leaking gateway and the exporter on them."""
+    edge, engine, exporter = free_ports(3)
+    arguments = ("--engine", f"worker=http://{LOOPBACK}:{engine}", "--hop", f"edge={LOOPBACK}:{edge}", *more)
+    async with AsyncExitStack() as stack, aiohttp.ClientSession() as session:
+        one = await stack.enter_async_context(running(engine_part(engine, knobs), directory))
+        two = await stack.enter_async_context(running(gateway_part(edge, engine, leak=True), directory))
+        await stack.enter_async_context(running(serve_part(exporter, *arguments), directory))
+        watch = Exporter(f"http://{LOOPBACK}:{exporter}", session)
+        deadline = time.monotonic() + 15
+        while (await session.get(f"{watch.url}/-/ready")).status != 200:
+            assert time.monotonic() < deadline, "the exporter is not ready"
+            await asyncio.sleep(0.1)
+        yield Watched(one, two, edge, watch)
+
+
+async def test_the_engine_dies_and_comes_back(tmp_path: Path):
+    """It is called dead, then restarted; what it generates after that is added to what it had generated before."""
+    async with watched(tmp_path, Knobs(rate=50)) as lab:
+        async with lab.crowd(6, max_tokens=1000) as users:
+            before = await lab.exporter.until(lambda page: total(page, TOKENS_OUT) > 100)
+            lab.engine.signal(signal.SIGKILL)
+            dead = await lab.exporter.until(lambda page: state(page) == "dead")
+            outcomes = await asyncio.gather(*users)
+        assert {outcome.how for outcome in outcomes} == {"failed"}
+        assert total(dead, TOKENS_OUT) >= total(before, TOKENS_OUT)
+        (port,) = lab.engine.part.ports
+        async with running(engine_part(port, Knobs(rate=50)), tmp_path):
+            async with lab.crowd(2, max_tokens=50) as users:
+                await asyncio.gather(*users)
+            after = await lab.exporter.until(lambda page: total(page, TOKENS_OUT) >= total(dead, TOKENS_OUT) + 50)
+        assert total(after, ENGINE_RESTARTS) >= 1
+        assert balanced(after)
+
+
+async def test_the_proxy_dies(tmp_path: Path):
+    """Its streams end, for users and for the engine, and the exporter goes on; nothing stays in flight."""
+    async with watched(tmp_path, Knobs(rate=50)) as lab, lab.crowd(6, max_tokens=1000) as users:
+        await lab.exporter.until(lambda page: total(page, TOKENS_OUT) > 100)
+        lab.edge.signal(signal.SIGKILL)
+        assert {outcome.how for outcome in await asyncio.gather(*users)} == {"failed"}
+        page = await lab.exporter.until(lambda page: total(page, STREAMS) == 0 and state(page) == "idle")
+        assert balanced(page)
+        assert sum(total(page, STREAMS_ENDED, how=how) for how in ("cancelled", "failed", "orphaned")) >= 4
+
+
+async def test_all_users_die(tmp_path: Path):
+    """At once, without a word: the gateway reads on for them, and what is generated from then on is orphaned."""
+    async with watched(tmp_path, Knobs(rate=50)) as lab:
+        async with lab.crowd(4, max_tokens=200):
+            before = await lab.exporter.until(lambda page: total(page, TOKENS_OUT) > 100)
+        assert total(before, TOKENS_ORPHANED) < 8
+        await lab.exporter.until(lambda page: total(page, STREAMS, client="gone") == 4)
+        page = await lab.exporter.until(lambda page: total(page, STREAMS) == 0 and state(page) == "idle")
+        assert total(page, TOKENS_OUT) == 4 * 200
+        assert total(page, TOKENS_ORPHANED, hop="edge") > 300
+        assert balanced(page)
+
+
+@asynccontextmanager
+async def prometheus(directory: Path, target: str) -> AsyncIterator[str]:
+    """Run a real Prometheus that scrapes a target every two seconds, and yield its address."""
+    program = shutil.which("prometheus")
+    assert program, "prometheus is not installed: apt-get install prometheus"
+    (port,) = free_ports(1)
+    (directory / "prometheus.yml").write_text(
+        "global: {scrape_interval: 2s, scrape_timeout: 1s}\n"
+        f"scrape_configs: [{{job_name: tokengap, static_configs: [{{targets: ['{target}']}}]}}]\n"
+    )
+    command = (
+        *(program, f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data"),
+        f"--web.listen-address={LOOPBACK}:{port}",
+    )
+    async with running(Part("prometheus", command, (port,)), directory):
+        yield f"http://{LOOPBACK}:{port}"
+
+
+async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path):
+    """Each name of the catalogue, with traffic in flight and one engine whose page has a line that is none."""
+
+    async def half_a_page(_: web.Request) -> web.Response:
+        return web.Response(text='vllm:num_requests_running{model_name="m"} 0\nvllm:num_requests_waiting{} x\n')
+
+    app = web.Application()
+    app.router.add_get("/metrics", half_a_page)
+    async with (
+        served(app) as spare,
+        watched(tmp_path, Knobs(max_num_seqs=1), "--engine", f"spare=http://{LOOPBACK}:{spare}") as lab,
+        lab.crowd(3, max_tokens=5000),
+        prometheus(tmp_path, lab.exporter.url.removeprefix("http://")) as url,
+    ):
+        wanted = {f"{series}_bucket" if series.kind == "gaugehistogram" else str(series) for series in SERIES}
+        unanswered, deadline = set(wanted), time.monotonic() + 30
+        while unanswered and time.monotonic() < deadline:
+            for name in sorted(unanswered):
+                async with lab.exporter.session.get(f"{url}/api/v1/query", params={"query": name}) as answer:
+                    said = await answer.json()
+                assert said["status"] == "success", said
+                if said["data"]["result"]:
+                    unanswered.discard(name)
+            await asyncio.sleep(0.2)
+        assert unanswered == set()
+        async with lab.exporter.session.get(f"{url}/api/v1/query", params={"query": "up"}) as answer:
+            assert [float(row["value"][1]) for row in (await answer.json())["data"]["result"]] == [1.0]
+
+
+async def test_promtool_has_nothing_to_say(tmp_path: Path):
+    """About the page of a running exporter, with streams of all kinds in flight."""
+    promtool = shutil.which("promtool")
+    assert promtool, "promtool is not installed: apt-get install prometheus"
+    async with watched(tmp_path, Knobs(max_num_seqs=1)) as lab, lab.crowd(2, max_tokens=5000):
+        left = await Visit(User("left", max_tokens=5000, leave_at=0.1), lab.edge_port).run()
+        assert left.how == "left"
+        await lab.exporter.until(lambda page: total(page, STREAMS, client="gone") == 1)
+        async with lab.exporter.session.get(f"{lab.exporter.url}/metrics") as answer:
+            page = await answer.read()
+    checked = await asyncio.to_thread(subprocess.run, [promtool, "check", "metrics"], input=page, capture_output=True)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
