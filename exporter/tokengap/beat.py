@@ -22,8 +22,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The share of an interval that one source may take. The rest is for the join and for rendering the page.
-DEADLINE_SHARE = 0.8
+#: Seconds for which what the process table told stands in for a walk that takes longer than a beat.
+PROCESSES_VALID = 60.0
+
+
+def deadline(interval: float) -> float:
+    """Return the seconds that one source may take: most of an interval, the rest is for the join and the page.
+
+    At most 10: however rare the beats, somebody may be waiting for the page.
+    """
+    return min(0.8 * interval, 10.0)
 
 
 class SocketSource(Protocol):
@@ -70,45 +78,64 @@ class Join(Protocol):
 
 
 class Asker(Generic[T]):
-    """Asks one source, again and again, and never has two questions out at once."""
+    """Asks one source, again and again, and never has two questions out at once.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._asked: asyncio.Task[T] | None = None
+    ``keep_late``: an answer that came after its deadline is the next beat's, and not thrown away. ``valid``: for so
+    many seconds an answer stands in for one that is not there yet.
+    """
+
+    def __init__(self, name: str, *, keep_late: bool = False, valid: float = 0.0) -> None:
+        self._name, self._keep_late, self._valid = name, keep_late, valid
+        self._asked: asyncio.Task[Reading[T]] | None = None
+        self._was_late = False
+        self._last: Reading[T] | None = None
         self._bugs: set[str] = set()
 
     async def ask(self, question: Callable[[], Awaitable[T]], deadline: float) -> Reading[T]:
         """Return the answer, or the reason why there is none within ``deadline`` seconds."""
         began = time.monotonic()
         if self._asked is not None and not self._asked.done():
-            return Reading(began, error="still no answer to an earlier read")
-        task = self._asked = asyncio.ensure_future(_awaited(question))
-        done, _ = await asyncio.wait([task], timeout=deadline)
-        now = time.monotonic()
-        if not done:
-            return Reading(now, now - began, error=f"no answer within {deadline:.1f} s")
-        error = task.exception()
-        if error is None:
-            return Reading(now, now - began, value=task.result())
-        if not isinstance(error, SourceError):
-            self._note_bug(error)
-            return Reading(now, now - began, error=f"bug: {type(error).__name__}: {error}".splitlines()[0])
-        return Reading(now, now - began, error=str(error), refused=isinstance(error, SourceRefused))
+            return self._instead(began, began, "still no answer to an earlier read")
+        if self._asked is None or not (self._was_late and self._keep_late):
+            self._asked = asyncio.create_task(self._answer(question))
+        self._was_late = not (await asyncio.wait([self._asked], timeout=deadline))[0]
+        if self._was_late:
+            return self._instead(began, time.monotonic(), f"no answer within {deadline:.1f} s")
+        reading = self._asked.result()
+        if reading.value is not None:
+            self._last = reading
+        return reading
 
     def cancel(self) -> None:
         """Give up what is still asked."""
         if self._asked is not None:
             self._asked.cancel()
 
+    async def _answer(self, question: Callable[[], Awaitable[T]]) -> Reading[T]:
+        began = time.monotonic()
+        try:
+            value = await question()
+        except SourceError as error:
+            now = time.monotonic()
+            return Reading(now, now - began, error=str(error), refused=isinstance(error, SourceRefused))
+        except Exception as error:
+            self._note_bug(error)
+            now = time.monotonic()
+            return Reading(now, now - began, error=f"bug: {type(error).__name__}: {error}".splitlines()[0])
+        now = time.monotonic()
+        return Reading(now, now - began, value=value)
+
+    def _instead(self, began: float, now: float, error: str) -> Reading[T]:
+        """Return what there is in place of an answer."""
+        if self._last is not None and now - self._last.at < self._valid:
+            return self._last
+        return Reading(now, now - began, error=error)
+
     def _note_bug(self, error: BaseException) -> None:
         """Log an error that no source should raise, with its traceback, once each."""
         if (kind := repr(error)) not in self._bugs:
             self._bugs.add(kind)
             log.error("a source failed in a way it should not", extra={"source": self._name}, exc_info=error)
-
-
-async def _awaited(question: Callable[[], Awaitable[T]]) -> T:
-    return await question()
 
 
 class Beat:
@@ -118,23 +145,26 @@ class Beat:
         self, topology: Topology, sources: Sources, join: Join, publish: Callable[[View], Awaitable[None]]
     ) -> None:
         self._topology, self._sources, self._join, self._publish = topology, sources, join, publish
-        self._sockets: Asker[SocketSnapshot] = Asker("sockets")
+        # A snapshot thrown away would take with it the sockets that ended before it: nothing tells of them again.
+        self._sockets: Asker[SocketSnapshot] = Asker("sockets", keep_late=True)
         self._pages: dict[str, Asker[EnginePage]] = {name: Asker(f"engine {name}") for name in sources.engines}
-        self._processes: Asker[ProcessTable] = Asker("processes")
+        # A walk through the processes of a large host takes seconds, and what it finds changes rarely.
+        self._processes: Asker[ProcessTable] = Asker("processes", keep_late=True, valid=PROCESSES_VALID)
         self._state = join.start(topology)
 
     async def run(self) -> None:
         """Beat until cancelled, on a monotonic grid. Missed beats are skipped; the one after them is marked late."""
         interval = self._topology.interval
-        due = time.monotonic()
+        expected = time.monotonic()
         try:
             while True:
-                now = time.monotonic()
-                late = now - due > interval / 2
+                late = time.monotonic() - expected > interval / 2
+                # Where on the grid this beat stands: the nearest point, so that a short delay costs no beat.
+                due = expected + interval * round((time.monotonic() - expected) / interval)
                 await self.once(late=late)
-                now = time.monotonic()
-                due = due + interval if now < due + interval else now + interval - (now - due) % interval
-                await asyncio.sleep(max(due - now, 0.0))
+                expected = due + interval
+                missed = round(max(time.monotonic() - expected, 0.0) / interval)
+                await asyncio.sleep(max(expected + missed * interval - time.monotonic(), 0.0))
         finally:
             self._sockets.cancel()
             self._processes.cancel()
@@ -149,15 +179,15 @@ class Beat:
         return view
 
     async def _read(self, *, late: bool) -> Readings:
-        deadline = DEADLINE_SHARE * self._topology.interval
+        within = deadline(self._topology.interval)
         # The sockets first, then the pages: so a token that is counted has, if anything, bytes that were not seen yet,
         # and never the reverse. What a page knows more than the sockets is made up for by the next beat's bytes.
-        sockets = await self._sockets.ask(lambda: self._sources.sockets.read(self._topology), deadline)
+        sockets = await self._sockets.ask(lambda: self._sources.sockets.read(self._topology), within)
         questions = self._join.questions(self._state)
         processes, pages = await asyncio.gather(
-            self._processes.ask(lambda: self._sources.processes.read(self._topology, questions), deadline),
+            self._processes.ask(lambda: self._sources.processes.read(self._topology, questions), within),
             asyncio.gather(
-                *(self._pages[name].ask(source.read, deadline) for name, source in self._sources.engines.items())
+                *(self._pages[name].ask(source.read, within) for name, source in self._sources.engines.items())
             ),
         )
         if sockets.value is not None:  # its ages are those of the middle of the dump

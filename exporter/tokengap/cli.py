@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import click
 
 from tokengap import __version__, logs
-from tokengap.config import Settings, load
+from tokengap.config import SETTINGS, Settings, load
+from tokengap.config.settings import Setting
 from tokengap.errors import TokengapError
 
 
@@ -56,54 +57,40 @@ def main() -> None:
     """Join the proxy's sockets, the engine's counters and what they mean: tokens generated for clients who left."""
 
 
-def selection(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags that say what to watch."""
-    for option in reversed(
-        [
-            click.option("--engine", multiple=True, metavar="[NAME=]URL", help="A vLLM server. May be repeated."),
-            click.option(
-                "--hop",
-                multiple=True,
-                metavar="NAME=ADDR[,ADDR...]",
-                help="A proxy on this host and the addresses or ports it listens on. Outermost first.",
-            ),
-            click.option("--auto/--no-auto", default=None, help="Find vLLM servers and known proxies on this host."),
-            click.option(
-                "--config", "--config.file", "config", type=click.Path(path_type=Path), help="A YAML file of settings."
-            ),
-            click.option("--slots", metavar="N", help="max_num_seqs of the engines, where the command line hides it."),
-        ]
-    ):
-        command = option(command)
-    return command
+#: What to watch; the other settings are about how.
+SELECTION = ("engines", "hops", "auto", "slots")
 
 
-def settings_of(flags: dict[str, Any]) -> Settings:
-    """Return the settings, from the flags that were given, the environment and the file."""
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
-    file = given.pop("config", None) or (
-        Path(os.environ["TOKENGAP_CONFIG"]) if os.environ.get("TOKENGAP_CONFIG") else None
-    )
-    return load(file, os.environ, given)
+def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the flags of these settings, or of all, and --config."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for setting in reversed(SETTINGS):
+            if not keys or setting.key in keys:
+                command = _option(setting)(command)
+        file = click.Path(path_type=Path)
+        return click.option("--config", "--config.file", "config", type=file, help="A YAML file of settings.")(command)
+
+    return decorate
+
+
+def _option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return one setting as a flag. What it may look like is the settings' business, so click takes any text."""
+    meaning = setting.shape.meaning.replace("`", "")
+    if setting.shape.many:
+        return click.option(*setting.flags, setting.key, multiple=True, metavar=setting.metavar, help=meaning)
+    meaning = f"{meaning}  [default: {setting.default}]"
+    if setting.default in ("true", "false"):
+        (flag, *_), off = setting.flags, f"--no-{setting.flags[0].removeprefix('--')}"
+        return click.option(f"{flag}/{off}", setting.key, default=None, help=meaning)
+    return click.option(*setting.flags, setting.key, metavar=setting.metavar, help=meaning)
 
 
 @main.command()
-@selection
-@click.option("--listen", "--web.listen-address", "listen", metavar="[HOST]:PORT", help="Where to serve. [:10788]")
-@click.option("--web.telemetry-path", "telemetry_path", metavar="PATH", help="Where the series are. [/metrics]")
-@click.option("--interval", metavar="TIME", help="The beat: how often everything is read. [1s]")
-@click.option("--deadline", metavar="TIME", help="A person waits no longer for the first token. [8s]")
-@click.option("--age-cut", metavar="TIME", help="The queue age past which a new stream will not make it. [6s]")
-@click.option("--class", "classes", multiple=True, metavar="NAME=TIME", help="Another deadline class.")
-@click.option("--window", metavar="TIME", help="One window of no progress; two make an engine stuck. [10s]")
-@click.option("--prefill-budget", metavar="TIME", help="How long an engine may show nothing at all. [120s]")
-@click.option("--show-addresses/--mask-addresses", default=None, help="Clients' addresses in /api/streams. [masked]")
-@click.option("--events/--no-events", default=None, help="Listen for the ends of sockets. [events]")
-@click.option("--log.level", "log_level", metavar="LEVEL", help="debug, info, warn or error. [info]")
-@click.option("--log.format", "log_format", metavar="FORMAT", help="logfmt or json. [logfmt]")
-def serve(**flags: Any) -> None:
+@options()
+def serve(config: Path | None, **flags: Any) -> None:
     """Watch engines and hops, and serve the joined series to Prometheus."""
-    settings = settings_of(flags)
+    settings = load(config, os.environ, flags)
     logs.configure(settings.log_level, settings.log_format)
     asyncio.run(_serve(settings))
 
@@ -118,13 +105,13 @@ async def _serve(settings: Settings) -> None:
 
 
 @main.command()
-@selection
+@options(*SELECTION)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(as_json: bool, **flags: Any) -> None:
+def doctor(as_json: bool, config: Path | None, **flags: Any) -> None:
     """Say what this host allows, what will be used, and what to do about the rest. Exit 1 if something needs you."""
     from tokengap import doctor as examination
 
-    settings = settings_of(flags)
+    settings = load(config, os.environ, flags)
     findings = asyncio.run(_examine(settings))
     if as_json:
         click.echo(examination.as_json(findings))

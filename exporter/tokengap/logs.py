@@ -17,6 +17,9 @@ from typing import Any, Final
 #: The levels a person may ask for (the spellings of Prometheus' exporter-toolkit).
 LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 
+#: The forms of a line that a person may ask for.
+FORMATS: Final = ("logfmt", "json")
+
 _LEVEL_NAMES: Final = {number: name for name, number in LEVELS.items()} | {logging.CRITICAL: "error"}
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _BARE: Final = re.compile(r"[^\s\"=\\]+")

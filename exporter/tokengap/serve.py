@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 import tokengap.join
-from tokengap.beat import DEADLINE_SHARE, Beat, Sources
-from tokengap.config import Settings, merge, topology
+from tokengap.beat import Beat, Sources, deadline
+from tokengap.config import Settings, topology
 from tokengap.errors import SettingsError
 from tokengap.sources.engine import EngineSource, resolve
 from tokengap.sources.processes import Discovery, Processes, discover
@@ -26,11 +26,10 @@ log = logging.getLogger(__name__)
 
 async def look(settings: Settings) -> tuple[Topology, Discovery | None]:
     """Return what the settings tell to watch, and with ``auto`` also what was found on this host."""
-    watched = await topology(settings, resolve)
     if not settings.auto:
-        return watched, None
+        return await topology(settings, resolve), None
     found = await asyncio.to_thread(discover)
-    return merge(watched, found.engines, found.hops), found
+    return await topology(settings, resolve, found.engines, found.hops), found
 
 
 async def find(settings: Settings) -> tuple[Topology, Discovery | None]:
@@ -53,10 +52,10 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     sockets = Sockets(events=settings.events)
     try:
         async with aiohttp.ClientSession() as session:
-            deadline = DEADLINE_SHARE * settings.interval
+            within = deadline(settings.interval)
             sources = Sources(
                 sockets=sockets,
-                engines={engine.name: EngineSource(engine, session, deadline=deadline) for engine in watched.engines},
+                engines={engine.name: EngineSource(engine, session, deadline=within) for engine in watched.engines},
                 processes=Processes(),
             )
             beat = asyncio.create_task(

@@ -1,0 +1,91 @@
+"""What must hold between settings that are each right by themselves."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Final
+
+from tokengap.config.file import KeyPath
+from tokengap.config.settings import HopSettings, Settings
+from tokengap.topology import ENGINE_HOP, INTERACTIVE, Endpoint
+
+#: Below this, in seconds, beats would spend the host rather than watch it.
+LEAST_INTERVAL: Final = 0.05
+
+
+def broken(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
+    """Yield each rule that does not hold: the key path of the value, and what is wrong with it and expected."""
+    if settings.interval < LEAST_INTERVAL:
+        yield ("interval",), f"is {settings.interval}; expected {LEAST_INTERVAL}s or more"
+    if settings.age_cut >= settings.deadline:
+        yield ("age_cut",), f"is {settings.age_cut}; expected less than the deadline, {settings.deadline}"
+    if INTERACTIVE in settings.classes:
+        yield (
+            ("classes", INTERACTIVE),
+            f"names {INTERACTIVE}; expected another class, this one has the setting deadline",
+        )
+    yield from _names(settings)
+    yield from _classes(settings)
+    yield from _listeners(settings)
+    if not settings.auto:  # otherwise a hop may forward to what is yet to be found
+        yield from targets(settings.hops, [one.name for _, _, one in _engines_and_hops(settings)])
+
+
+def _names(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
+    seen: set[str] = set()
+    for key, index, one in _engines_and_hops(settings):
+        if key == "hops" and one.name == ENGINE_HOP:
+            yield (key, index, "name"), f"is {one.name}, which stands for the engines themselves; expected another name"
+        if one.name in seen:
+            yield (key, index, "name"), f"is {one.name} as that of another engine or hop; expected names that differ"
+        seen.add(one.name)
+
+
+def _classes(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
+    known = (INTERACTIVE, *settings.classes)
+    for key, index, one in _engines_and_hops(settings):
+        if one.klass is not None and one.klass not in known:
+            yield (key, index, "class"), f"is {one.klass}; expected one of {', '.join(known)}, or one more in classes"
+
+
+def _engines_and_hops(settings: Settings) -> Iterator[tuple[str, int, Any]]:
+    for index, engine in enumerate(settings.engines):
+        yield "engines", index, engine
+    for index, hop in enumerate(settings.hops):
+        yield "hops", index, hop
+
+
+def _listeners(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
+    seen: list[tuple[str, Endpoint]] = []
+    for index, hop in enumerate(settings.hops):
+        mine = [(hop.name, address.endpoint) for address in hop.listen]
+        for _, endpoint in mine:
+            for other, theirs in seen:
+                if same_listener(endpoint, theirs):
+                    yield (
+                        ("hops", index, "listen"),
+                        f"has {endpoint} for {hop.name}, where {other} listens; expected addresses that differ",
+                    )
+        seen += mine
+
+
+def same_listener(one: Endpoint, other: Endpoint) -> bool:
+    """Tell whether two addresses of this host could be of one listening socket."""
+    return one.port == other.port and (one.address == other.address or None in (one.address, other.address))
+
+
+def targets(hops: Sequence[HopSettings], known: Sequence[str]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what is wrong with where hops forward to, ``known`` being the names of all engines and hops."""
+    for index, hop in enumerate(hops):
+        others = [name for name in known if name != hop.name]
+        for name in hop.to:
+            if name not in others:
+                expected = difflib.get_close_matches(name, others, n=1) or others
+                yield ("hops", index, "to"), f"is {name} for {hop.name}; expected {' or '.join(expected)}"
+    try:
+        TopologicalSorter({hop.name: hop.to for hop in hops}).prepare()
+    except CycleError as error:
+        ring = " -> ".join(reversed(error.args[1]))
+        yield ("hops",), f"form a ring, {ring}; expected ways that end at an engine"

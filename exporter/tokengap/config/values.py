@@ -1,0 +1,211 @@
+"""Single values: each kind reads what a person writes, or raises ValueError; ``expects`` says what it takes."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from math import isfinite
+from typing import Any, ClassVar, Protocol, Self
+from urllib.parse import urlsplit
+
+from tokengap.logs import FORMATS, LEVELS
+from tokengap.topology import Endpoint
+
+_PORT = re.compile(r"[1-9]\d{0,4}", re.ASCII)
+
+
+class Kind(Protocol):
+    """What the kinds of values have in common."""
+
+    expects: ClassVar[str]
+    metavar: ClassVar[str]
+
+    @classmethod
+    def read(cls, value: object, /) -> Any:
+        """Return the value. Raises ValueError."""
+
+
+class Seconds(float):
+    """A length of time, more than 0."""
+
+    __slots__ = ()
+    expects: ClassVar = "a time such as 8s, 500ms, 1m or 2h (a bare number is seconds)"
+    metavar: ClassVar = "TIME"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read a number, or a number with its unit."""
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(ms|s|m|h|)", str(value).strip(), re.ASCII)
+        seconds = float(match[1]) * {"ms": 0.001, "m": 60, "h": 3600}.get(match[2], 1) if match else 0.0
+        if not (seconds > 0 and isfinite(seconds)):
+            raise ValueError
+        return cls(seconds)
+
+    def __str__(self) -> str:
+        return f"{float(self):g}s"
+
+
+class Address(str):
+    """Where something listens on this host: ``:8080`` for every address, ``10.0.0.5:8080``, ``[2001:db8::5]:8080``."""
+
+    __slots__ = ()
+    expects: ClassVar = "PORT, :PORT, IPV4:PORT or [IPV6]:PORT, with a port from 1 to 65535"
+    metavar: ClassVar = "ADDR"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read a port, or an address with one."""
+        host, colon, port = str(value).strip().rpartition(":")
+        if isinstance(value, float) or not _PORT.fullmatch(port) or int(port) > 65535:
+            raise ValueError
+        if not colon or host in ("", "*"):
+            return cls(Endpoint(None, int(port)))
+        if (":" in host) != (host.startswith("[") and host.endswith("]")):
+            raise ValueError
+        ip = ipaddress.ip_address(host.strip("[]"))
+        ip = getattr(ip, "ipv4_mapped", None) or ip
+        return cls(Endpoint(None if ip.is_unspecified else str(ip), int(port)))
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The same, as sockets are searched for it."""
+        host, _, port = self.rpartition(":")
+        return Endpoint(host.strip("[]") or None, int(port))
+
+
+class Listen(str):
+    """Where this exporter serves."""
+
+    __slots__ = ()
+    expects: ClassVar = "[HOST]:PORT such as :10788 or 127.0.0.1:10788, with a port from 0 (any free one) to 65535"
+    metavar: ClassVar = "[HOST]:PORT"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read a port, or a host with one."""
+        host, _, port = str(value).strip().rpartition(":")
+        if isinstance(value, float) or not re.fullmatch(r"\d{1,5}", port, re.ASCII) or int(port) > 65535:
+            raise ValueError
+        if host.startswith("[") and host.endswith("]"):
+            ipaddress.IPv6Address(host[1:-1])
+        elif not re.fullmatch(r"[\w.-]*", host, re.ASCII):
+            raise ValueError
+        return cls(f"{host}:{port}")
+
+
+class Url(str):
+    """The address of an engine's API. Credentials in it are used, and never shown."""
+
+    __slots__ = ()
+    expects: ClassVar = "http://HOST:PORT or https://HOST:PORT"
+    metavar: ClassVar = "URL"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it; what it is the address of is ``/metrics`` below it, which may stand there or not."""
+        text = str(value).strip()
+        parts = urlsplit(text)
+        if re.search(r"\s", text) or parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError
+        if parts.query or parts.fragment or parts.port == 0:  # a port above 65535 raises by itself
+            raise ValueError
+        return cls(text.rstrip("/"))
+
+    @property
+    def short(self) -> str:
+        """A name for what is there: host and port, and the path where there is one."""
+        parts = urlsplit(self)
+        return parts.netloc.rpartition("@")[2].lower() + re.sub(r"/(?:v1|metrics)$", "", parts.path)
+
+
+class PagePath(str):
+    """A path of the exporter's own server."""
+
+    __slots__ = ()
+    #: What is served there anyway.
+    taken: ClassVar = ("/", "/api/streams", "/api/engines", "/api/sources", "/-/healthy", "/-/ready")
+    expects: ClassVar = f"a path such as /metrics, and none of {', '.join(taken)}"
+    metavar: ClassVar = "PATH"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        if value in cls.taken or not re.fullmatch(r"/[\w./-]*", str(value), re.ASCII):
+            raise ValueError
+        return cls(value)
+
+
+class Name(str):
+    """A name of something; it becomes the value of a label."""
+
+    __slots__ = ()
+    expects: ClassVar = "a name of letters, digits and . _ - : / (at most 63)"
+    metavar: ClassVar = "NAME"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,62}", str(value)):
+            raise ValueError
+        return cls(value)
+
+
+class Count(int):
+    """How many of something there are, at least one."""
+
+    __slots__ = ()
+    expects: ClassVar = "a whole number from 1 to 1000000"
+    metavar: ClassVar = "N"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        text = str(value).strip()
+        if isinstance(value, bool) or not re.fullmatch(r"\d{1,7}", text, re.ASCII) or not 1 <= int(text) <= 1_000_000:
+            raise ValueError
+        return cls(text)
+
+
+class Switch:
+    """Yes or no; read as a ``bool``, of which there can be no subclass."""
+
+    expects: ClassVar = "true or false"
+    metavar: ClassVar = ""
+
+    @classmethod
+    def read(cls, value: object) -> bool:
+        """Read it."""
+        try:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
+        except KeyError:
+            raise ValueError from None
+
+
+class LogLevel(str):
+    """From which level up is logged."""
+
+    __slots__ = ()
+    expects: ClassVar = f"one of {', '.join(LEVELS)}"
+    metavar: ClassVar = "LEVEL"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        if value not in LEVELS:
+            raise ValueError
+        return cls(value)
+
+
+class LogFormat(str):
+    """The form of a line in the log."""
+
+    __slots__ = ()
+    expects: ClassVar = f"one of {', '.join(FORMATS)}"
+    metavar: ClassVar = "FORMAT"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        if value not in FORMATS:
+            raise ValueError
+        return cls(value)
