@@ -11,9 +11,11 @@ import os
 import platform
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import click
 
@@ -41,12 +43,25 @@ class Group(click.Group):
         return command
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run, and show what tokengap raises on purpose as the one line that it is."""
+        """Run, and show what tokengap or click raises on purpose as one line."""
         try:
-            return super().main(*args, **kwargs)
+            code = super().main(*args, **kwargs | {"standalone_mode": False})
         except TokengapError as error:
-            click.echo(f"tokengap: {error}", err=True)
-            sys.exit(2)
+            _give_up("tokengap", str(error), 2)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except click.ClickException as error:
+            context = getattr(error, "ctx", None)
+            _give_up(context.command_path if context else "tokengap", error.format_message(), error.exit_code)
+        except click.Abort:
+            _give_up("tokengap", "interrupted", 128 + signal.SIGINT)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _give_up(who: str, why: str, code: int) -> NoReturn:
+    click.echo(f"{who}: {' '.join(why.split())}", err=True)
+    sys.exit(code)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -56,6 +71,9 @@ class Group(click.Group):
 def main() -> None:
     """Join the proxy's sockets, the engine's counters and what they mean: tokens generated for clients who left."""
 
+
+#: Seconds within which `serve` ends when it is asked to. Docker and Kubernetes kill after 10 and 30.
+STOP_WITHIN = 5.0
 
 #: What to watch; the other settings are about how.
 SELECTION = ("engines", "hops", "auto", "slots")
@@ -90,17 +108,28 @@ def _option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., An
 @options()
 def serve(config: Path | None, **flags: Any) -> None:
     """Watch engines and hops, and serve the joined series to Prometheus."""
-    settings = load(config, os.environ, flags)
-    logs.configure(settings.log_level, settings.log_format)
-    asyncio.run(_serve(settings))
+    # Until the loop takes both signals they raise KeyboardInterrupt: asked to stop while it starts, it has stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        settings = load(config, os.environ, flags)
+        logs.configure(settings.log_level, settings.log_format)
+        asyncio.run(_serve(settings))
 
 
 async def _serve(settings: Settings) -> None:
     from tokengap.serve import serve as serve_until  # not at the top: `tokengap --version` needs none of it
 
     asked_to_stop = asyncio.Event()
+
+    def stop() -> None:
+        asked_to_stop.set()
+        # A read that hangs in the kernel cannot be cancelled, and Python waits for its thread; nobody else should.
+        last_resort = threading.Timer(STOP_WITHIN, os._exit, [0])
+        last_resort.daemon = True
+        last_resort.start()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     await serve_until(settings, asked_to_stop)
 
 

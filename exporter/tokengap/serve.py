@@ -87,6 +87,9 @@ async def serve(settings: Settings, until: asyncio.Event) -> None:
         log.info(sentence)
     for engine in watched.engines:
         log.info("engine", extra={"engine": engine.name, "url": engine.url})
+        if not engine.endpoints:
+            unseen = "the engine's name does not resolve: until a restart finds that it does, its sockets are not seen"
+            log.warning(unseen, extra={"engine": engine.name})
     for hop in watched.hops:
         listen = ",".join(map(str, hop.listen))
         log.info("hop", extra={"hop": hop.name, "listen": listen, "to": ",".join(hop.to)})

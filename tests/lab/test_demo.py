@@ -54,7 +54,7 @@ async def test_a_time_that_is_none_is_refused():
     """Exit 2, and what is expected."""
     ran = await tokengap("demo", "--for", "soon")
     assert ran.code == 2
-    assert "'soon'; expected a time such as 30s or 2m" in ran.err
+    assert "'soon'; expected a time such as" in ran.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -44,20 +44,14 @@ def read(path: Path) -> SettingsFile:
         raise SettingsError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path} is not a text file in UTF-8 (byte {error.start})") from error
-    lines: dict[KeyPath, int] = {}
     try:
-        loader = yaml.SafeLoader(text)
-        try:
-            root = loader.get_single_node()
-            values = _plain(loader, root, (), lines, path) if root is not None else {}
-        finally:
-            loader.dispose()
+        values, lines = _Walk(path, text).walk()
     except yaml.MarkedYAMLError as error:
         raise SettingsError(f"{path}{_line(error)}: {error.problem or 'is not YAML'}") from error
     except yaml.YAMLError as error:
         raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise SettingsError(f"{path} is nested too deeply, or an alias in it contains itself") from error
+    except (ValueError, RecursionError) as error:  # a date such as 2026-13-45; brackets a thousand deep
+        raise SettingsError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -70,31 +64,58 @@ def dotted(path: KeyPath) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
-def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int], file: Path) -> Any:
-    lines.setdefault(at, node.start_mark.line + 1)
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(loader, item, (*at, place), lines, file) for place, item in enumerate(node.value)]
-    if isinstance(node, yaml.MappingNode):
-        _refuse_twins(node, at, file)
-        loader.flatten_mapping(node)  # the merge key `<<`; what the mapping says itself comes last and wins
+class _Walk:
+    """One walk through the nodes of a file."""
+
+    def __init__(self, file: Path, text: str) -> None:
+        self._file = file
+        self._loader = yaml.SafeLoader(text)
+        self._lines: dict[KeyPath, int] = {}
+        self._walked: dict[yaml.Node, Any] = {}  # by identity: what an alias stands for is walked once
+        self._around: set[yaml.Node] = set()
+
+    def walk(self) -> tuple[Any, Mapping[KeyPath, int]]:
+        try:
+            root = self._loader.get_single_node()
+            return (None if root is None else self._plain(root, ())), self._lines
+        finally:
+            self._loader.dispose()
+
+    def _plain(self, node: yaml.Node, at: KeyPath) -> Any:
+        self._lines.setdefault(at, node.start_mark.line + 1)
+        if node in self._around:
+            raise yaml.MarkedYAMLError(problem=f"{dotted(at)} contains itself", problem_mark=node.start_mark)
+        if node not in self._walked:
+            self._around.add(node)
+            if isinstance(node, yaml.SequenceNode):
+                self._walked[node] = [self._plain(item, (*at, place)) for place, item in enumerate(node.value)]
+            elif isinstance(node, yaml.MappingNode):
+                self._walked[node] = self._mapping(node, at)
+            else:
+                self._walked[node] = self._loader.construct_object(node)
+            self._around.discard(node)
+        return self._walked[node]
+
+    def _mapping(self, node: yaml.MappingNode, at: KeyPath) -> dict[str, Any]:
+        own: dict[str, int] = {}
+        for key, line in ((_key(key_node), key_node.start_mark.line + 1) for key_node, _ in node.value):
+            if key in own:
+                raise SettingsError(
+                    f"{self._file} line {line}: {dotted((*at, key))} stands twice, first on line {own[key]}"
+                )
+            own[key] = line
+        self._loader.flatten_mapping(node)  # the merge key `<<`; what the mapping says itself comes last and wins
         plain = {}
         for key_node, value_node in node.value:
-            key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
-            lines[(*at, key)] = key_node.start_mark.line + 1
-            plain[key] = _plain(loader, value_node, (*at, key), lines, file)
+            key = _key(key_node)
+            self._lines[(*at, key)] = own.get(key, node.start_mark.line + 1)
+            plain[key] = self._plain(value_node, (*at, key))
         return plain
-    return loader.construct_object(node)
 
 
-def _refuse_twins(node: yaml.MappingNode, at: KeyPath, file: Path) -> None:
-    first: dict[str, int] = {}
-    for key_node, _ in node.value:
-        if not isinstance(key_node, yaml.ScalarNode):
-            continue
-        key, line = str(key_node.value), key_node.start_mark.line + 1
-        if key in first:
-            raise SettingsError(f"{file} line {line}: {dotted((*at, key))} stands twice, first on line {first[key]}")
-        first[key] = line
+def _key(node: yaml.Node) -> str:
+    """Return a key as it is written; all of ours are plain words."""
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else "?"
 
 
 def _line(error: yaml.MarkedYAMLError) -> str:

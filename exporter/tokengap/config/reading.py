@@ -178,10 +178,14 @@ def _expected(shape: Shape) -> str:
 
 def _shown(value: object) -> str:
     """Return a wrong value: one line, not long, and without credentials."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "a mapping"
     text = without_secrets(repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _unknown(key: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
-    return f"is no setting; {f'did you mean {close[0]}?' if close else 'expected one of ' + ', '.join(known)}"
+    # Without what all variables begin with, or any of them would be close to any other.
+    words = {name.removeprefix("TOKENGAP_"): name for name in known}
+    close = difflib.get_close_matches(key.removeprefix("TOKENGAP_").replace("-", "_"), words, n=1)
+    return f"is no setting; {f'did you mean {words[close[0]]}?' if close else 'expected one of ' + ', '.join(known)}"

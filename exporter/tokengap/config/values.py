@@ -42,7 +42,7 @@ class Seconds(float):
         return cls(seconds)
 
     def __str__(self) -> str:
-        return f"{float(self):g}s"
+        return f"{float(self):.6f}".rstrip("0").rstrip(".") + "s"
 
 
 class Address(str):
@@ -60,10 +60,11 @@ class Address(str):
             raise ValueError
         if not colon or host in ("", "*"):
             return cls(Endpoint(None, int(port)))
-        if (":" in host) != (host.startswith("[") and host.endswith("]")):
-            raise ValueError
-        ip = ipaddress.ip_address(host.strip("[]"))
-        ip = getattr(ip, "ipv4_mapped", None) or ip
+        if host.startswith("[") and host.endswith("]"):
+            six = ipaddress.IPv6Address(host[1:-1])
+            ip: ipaddress.IPv4Address | ipaddress.IPv6Address = six.ipv4_mapped or six
+        else:
+            ip = ipaddress.IPv4Address(host)
         return cls(Endpoint(None if ip.is_unspecified else str(ip), int(port)))
 
     @property

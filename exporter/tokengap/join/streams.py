@@ -482,8 +482,37 @@ def _find_clients(
         mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
         # First with the clients of before, for those that have closed by now still tell whose they were.
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
+        _claim_closed(seg, now, side, mine, int(hop), ratio, at)
         _pair_free(seg, now, side, mine, int(hop), at, blur)
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
+        burst = _burst(seg, now, mine, int(hop), ratio, at)
+        left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody who was gone
+        seg["down"][left], seg["client"][left], seg["gone"][left] = 0, GONE, at
+
+
+def _claim_closed(
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    mine: NDArray[np.bool_],
+    hop: int,
+    ratio: NDArray[np.float64],
+    at: float,
+) -> None:
+    """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
+    they got. Their instants are not known, but the amount of a whole answer is."""
+    loose = (side.down == hop) & now.ended & (locate(np.unique(seg["down"]), now.rows["cookie"]) < 0)
+    got = (now.track["written"] - now.track["begun"]) * ratio[hop, 1] / ratio[hop, 0]
+    clients = np.flatnonzero(loose & (got > HEADER_MOST))
+    burst = _burst(seg, now, mine, hop, ratio, at)
+    asking = np.flatnonzero(~burst.mute & (burst.hungry | (seg["down"][burst.rows] == 0)))
+    if len(clients) and len(asking):
+        anytime = np.zeros(len(seg)), np.zeros(len(now.rows))
+        pairs = by_volume(
+            burst.came_up[asking], got[clients], anytime[0][asking], anytime[1][clients], tolerance=np.inf
+        )
+        for i, j in pairs:
+            _join(seg, burst.rows[asking[i]], now, clients[j], hop)
 
 
 def _pair_free(
@@ -579,11 +608,11 @@ def _sort_out(
             both = np.array([burst.rows[a], burst.rows[b]])
             for column in ("down", "acked", "client", "gone"):
                 seg[column][both] = seg[column][both[::-1]]
-            seg["lag"][both] = np.nan
+            # Measured anew: what came, less what this client had acknowledged, both as of the beat before.
+            came = seg["supply"][both] - seg["arrived"][both]
+            seg["lag"][both] = came - seg["acked"][both] * ratio[hop, 1] / ratio[hop, 0]
+            seg["level"][both] = 0.0
             seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
-    burst = _burst(seg, now, mine, hop, ratio, at)
-    done = burst.rows[burst.over & burst.hungry]
-    seg["down"][done], seg["client"][done], seg["gone"][done] = 0, GONE, at
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import aiohttp
 import click
 from rich.console import Console
 
+from tokengap.config.values import Seconds
 from tokengap.errors import SetupError
 from tokengap.lab import progress
 from tokengap.lab.batching import Knobs
@@ -126,21 +126,21 @@ Passers-by ask for answers, four in ten leave before theirs is whole, and what l
 Ctrl-C ends it and leaves nothing behind."""
 
 
-class Seconds(click.ParamType[float]):
-    """A time such as ``30s``, ``2m`` or ``45``."""
+class Time(click.ParamType[float]):
+    """A time such as ``30s``, as in the exporter's settings."""
 
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return it in seconds."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", str(value))
-        if match is None:
-            self.fail(f"{value!r}; expected a time such as 30s or 2m", param, ctx)
-        return float(match[1]) * {"m": 60, "h": 3600}.get(match[2], 1)
+        try:
+            return Seconds.read(value)
+        except ValueError:
+            self.fail(f"{value!r}; expected {Seconds.expects}", param, ctx)
 
 
 @click.command(short_help="Show this exporter at work on a lab that leaks.")
-@click.option("--for", "lasts", type=Seconds(), metavar="TIME", help="End after this, as in 30s, and print the truth.")
+@click.option("--for", "lasts", type=Time(), metavar="TIME", help="End after this, as in 30s, and print the truth.")
 @click.option("--port", type=click.IntRange(0, 65535), default=10788, show_default=True, help="Of the page; 0: any.")
 @click.option("--through", default="naive", show_default=True, help="As of tokengap drill.")
 @click.option("--seed", default=0, show_default=True, help="Of the passers-by: the same seed, the same users.")
