@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tokengap.join
-from tokengap.beat import Beat, Sources
+from tokengap.beat import Asker, Beat, Sources, deadline
 from tokengap.errors import SourceRefused, SourceUnusable
 from tokengap.readings import SOCKET, EnginePage, ProcessTable, Readings, SocketSnapshot
 from tokengap.topology import Endpoint, Engine, Topology
@@ -41,6 +43,22 @@ class Source:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
+
+
+@dataclass
+class Late:
+    """Answers when told to: the first time with ``answer``, after that with ``then``."""
+
+    answer: object
+    then: object
+    come: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: int = 0
+
+    async def read(self, *_question):
+        self.asked += 1
+        answer = self.answer if self.asked == 1 else self.then
+        await self.come.wait()
+        return answer
 
 
 class Notebook:
@@ -144,6 +162,51 @@ async def test_a_source_that_hangs_is_given_up_for_the_beat_and_not_asked_twice(
     assert len(views) == 3
 
 
+async def test_a_snapshot_that_comes_late_is_not_lost():
+    """It holds sockets that ended, and nothing tells of them again: the next beat takes it, then asks anew."""
+    late = SocketSnapshot(np.zeros(0, dtype=SOCKET), np.zeros(3, dtype=SOCKET), events=True)
+    sockets = Late(late, then=snapshot())
+    heart, join, _ = beat(sockets=sockets)
+    await heart.once()
+    sockets.come.set()
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    await heart.once()
+    await heart.once()
+    first, second, third = (readings.sockets for readings in join.readings)
+    assert first.error == "no answer within 0.2 s"
+    assert second.value is late
+    assert second.at < began
+    assert third.value is not late
+    assert sockets.asked == 2
+
+
+async def test_a_page_that_comes_late_is_thrown_away():
+    """It was taken before this beat's sockets: it would show fewer tokens than there are bytes."""
+    page = Late(EnginePage(running=1.0), then=EnginePage(running=3.0))
+    heart, join, _ = beat(a=page)
+    await heart.once()
+    page.come.set()
+    await asyncio.sleep(0)
+    await heart.once()
+    assert join.readings[1].engines["a"].value.running == 3.0
+
+
+async def test_a_long_walk_through_the_processes_leaves_what_is_known():
+    """On a large host it takes many beats; slots that were read from a command line do not come and go with it."""
+    processes = Late(ProcessTable(slots={"a": 8}), then=ProcessTable(slots={"a": 16}))
+    processes.come.set()
+    heart, join, _ = beat(processes=processes)
+    await heart.once()
+    processes.come.clear()
+    await heart.once()
+    await heart.once()
+    processes.come.set()
+    await asyncio.sleep(0)
+    await heart.once()
+    assert [readings.processes.value.slots["a"] for readings in join.readings] == [8, 8, 8, 16]
+
+
 async def test_a_bug_in_a_source_is_a_failed_reading_and_logged_once(caplog):
     """An error that no source should raise ends neither the beat nor the process, and fills no log."""
     heart, join, views = beat(a=Source(ZeroDivisionError("oops")))
@@ -172,6 +235,58 @@ async def test_beats_keep_their_grid_and_a_late_one_says_so():
     assert gaps == pytest.approx([0.2, 0.2], abs=0.1)
 
 
+async def test_the_beat_after_one_that_took_too_long_is_late():
+    """Reading took more than a beat: the beats that were missed are not made up for, and the next one says so."""
+    heart, join, views = beat(sockets=Source(asyncio.Event()), a=Source(asyncio.Event()))  # 2 deadlines, 1.6 beats
+    task = asyncio.create_task(heart.run())
+    await views.reach(4)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert [readings.late for readings in join.readings[:4]] == [False, True, False, False]
+    began = join.readings[0].at - 1.6 * TOPOLOGY.interval
+    at = [(readings.at - began) / TOPOLOGY.interval for readings in join.readings[1:4]]
+    assert at == pytest.approx([2, 3, 4], abs=0.4)
+
+
+@given(
+    st.lists(st.sampled_from(["answers", "fails", "has a bug", "is late"]), min_size=1, max_size=8),
+)
+@settings(max_examples=25, deadline=None)
+def test_whatever_a_source_does_each_beat_has_exactly_one_answer_or_reason(turns):
+    """And no source is ever asked while it still owes an answer."""
+
+    async def beats() -> None:
+        out = 0
+        waiting: list[asyncio.Event] = []
+
+        async def question() -> str:
+            nonlocal out
+            out += 1
+            assert out == 1
+            try:
+                if turn == "fails":
+                    raise SourceUnusable("no")
+                if turn == "has a bug":
+                    raise KeyError("x")
+                if turn == "is late":
+                    waiting.append(asyncio.Event())
+                    await waiting[-1].wait()
+                return turn
+            finally:
+                out -= 1
+
+        asker: Asker[str] = Asker("source", keep_late=True)
+        for turn in turns:
+            reading = await asker.ask(question, 0.001)
+            assert (reading.value is None) != (reading.error is None)
+            for event in waiting:
+                event.set()
+            await asyncio.sleep(0)
+        asker.cancel()
+
+    asyncio.run(beats())
+
+
 async def test_it_ends_when_cancelled_with_a_source_hanging():
     """A cancelled beat leaves no task behind."""
     heart, _, _ = beat(sockets=Source(asyncio.Event()))
@@ -181,6 +296,12 @@ async def test_it_ends_when_cancelled_with_a_source_hanging():
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize(("interval", "seconds"), [(0.05, 0.04), (1.0, 0.8), (60.0, 10.0)])
+def test_a_source_may_take_most_of_a_beat_and_never_more_than_ten_seconds(interval, seconds):
+    """The rest of the interval is for the join and the page."""
+    assert deadline(interval) == pytest.approx(seconds)
 
 
 async def test_the_real_join_fits_the_loop():

@@ -138,9 +138,9 @@ async def _serve(settings: Settings) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def doctor(as_json: bool, config: Path | None, **flags: Any) -> None:
     """Say what this host allows, what will be used, and what to do about the rest. Exit 1 if something needs you."""
-    from tokengap import doctor as examination
-
     settings = load(config, os.environ, flags)
+    from tokengap import doctor as examination  # not at the top: serving needs none of it
+
     findings = asyncio.run(_examine(settings))
     if as_json:
         click.echo(examination.as_json(findings))

@@ -179,4 +179,4 @@ def test_what_is_printed_is_plain_where_there_is_no_terminal(capsys: pytest.Capt
     assert "\x1b" not in out
     assert "not known" in out
     assert any(line.startswith("The gap is 170 tokens and was measured as 992: off by") for line in lines)
-    assert any("each 15 s came 3 times" in line for line in lines)
+    assert any("every 15 s came 3 times" in line for line in lines)

@@ -187,7 +187,7 @@ def _engine(
             last=len(hop_names) - 1,
         )
         own = replace(own, client=np.where(whole, np.int8(CONNECTED), own.client))
-        book = ledger.learn_answers(book, own, readings.sockets.at, readings.topology.interval)
+        book = ledger.learn_answers(book, own, page, readings.sockets.at, readings.topology.interval)
         book, own = _account(book, own, page, gap, hop_names)
 
     waits = _waits(own, seen, index, readings)

@@ -37,6 +37,9 @@ PATIENCE = 3
 #: Differences between counted tokens and the worth of bytes below this are noise, not a silent sequence at work.
 NOISE_SHARE, NOISE_TOKENS = 0.10, 2.0
 
+#: A streamed token takes more than so many bytes (an SSE event of vLLM about 200), one in a whole answer about five.
+STREAMED_BYTES = 32
+
 #: How fast what was learned about bytes per token fades, per beat.
 FADE = 0.95
 
@@ -151,10 +154,11 @@ def credit(
     bytes_ = float(earning.sum())
     worth = bytes_ / ledger.bytes_per_token if ledger.bytes_per_token else None
     flowing = int((earning > 0).sum())
+    stranger_free = alone and silent.leaked + silent.unseen == 0
 
     if bytes_ <= 0:
         seen = 0.0
-    elif silent.count == 0:
+    elif silent.count == 0 or (worth is None and stranger_free and bytes_ >= STREAMED_BYTES * pool):
         seen = pool
     elif worth is None:
         seen = pool * flowing / (flowing + silent.count)
@@ -183,7 +187,7 @@ def credit(
             rest, waited = 0.0, 0
 
     learned = ledger.learned
-    if bytes_ > 0 and pool > 0 and silent.count == 0 and alone:
+    if bytes_ > 0 and pool > 0 and stranger_free and seen == pool:
         learned = (FADE * learned[0] + bytes_, FADE * learned[1] + pool)
     # Bytes that met a page are used up, with or without tokens; those on trial wait for the verdict on their stream.
     seg["fresh"] = np.where(seg["trial"], seg["fresh"], 0.0)
@@ -247,11 +251,16 @@ def silent_sequences(ledger: Ledger, streams: Owned, page: EnginePage, leaked: f
     return Silent(oldest, ledger.unstreamed, max(leaked, ledger.ran_on[0]), max(unseen, ledger.ran_on[1]))
 
 
-def learn_answers(ledger: Ledger, streams: Owned, at: float, beat: float) -> Ledger:
-    """Note how the answers that ended in this beat had come: streamed, or at once."""
+def learn_answers(ledger: Ledger, streams: Owned, page: EnginePage | None, at: float, beat: float) -> Ledger:
+    """Note how the answers that ended in this beat had come: streamed, or at once.
+
+    A streamed one that fits into a beat has the bytes of one: compared with the mean length of the engine's answers.
+    """
     seg = streams.segments
     over = (seg["ended"] == at) & ~seg["trial"] & ~np.isnan(seg["answered"])
     at_once = over & (seg["grew"] - seg["answered"] < 0.5 * beat)
+    if page is not None and page.finished and page.finished_tokens:
+        at_once &= body(seg) < STREAMED_BYTES * page.finished_tokens / page.finished
     fade = FADE if over.any() else 1.0
     before, all_before = ledger.answers
     return replace(ledger, answers=(fade * before + int(at_once.sum()), fade * all_before + int(over.sum())))

@@ -84,14 +84,16 @@ def by_volume(
     asked_down: NDArray[np.float64],
     *,
     tolerance: float,
+    partly: bool = False,
 ) -> list[tuple[int, int]]:
     """Match streams with the clients of one burst by the bytes of the whole answer so far; pairs (up, down).
 
     Only requests whose instants lie within ``tolerance`` seconds can have been confused. Volumes agree but for
-    framing, what is under way, and a chunk or two.
+    framing, what is under way, and a chunk or two. ``partly``: the client may have got only the beginning.
     """
     gap = np.abs(up[:, None] - down[None, :])
-    fits = gap <= 0.03 * np.maximum(up[:, None], down[None, :]) + 1024
+    near = 0.03 * np.maximum(up[:, None], down[None, :]) + 1024
+    fits = up[:, None] >= down[None, :] - near if partly else gap <= near
     fits &= np.abs(asked_up[:, None] - asked_down[None, :]) <= tolerance
     pairs: list[tuple[int, int]] = []
     candidates = np.argwhere(fits)

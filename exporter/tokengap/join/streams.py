@@ -524,6 +524,10 @@ def _pair_free(
     rows = now.find(seg["down"])
     listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
     needy = mine & ~listens & (seg["carrier"] != seg["down"]) & (flying | (fresh_end & (seg["down"] == 0)))
+    # A client that closes having got what its stream brought was its client: it left, or had everything.
+    got = now.track["written"][rows] - now.track["begun"][rows]
+    settled = now.ended[rows] & (rows >= 0) & ~np.isnan(seg["answered"]) & (got > HEADER_MOST)
+    needy &= ~(settled & (np.abs(got - seg["supply"]) <= 0.1 * seg["supply"] + 2 * HEADER_MOST))
 
     # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
     # neither, and must not be taken for the client of another stream of the same burst.
@@ -595,12 +599,13 @@ def _sort_out(
     a waiting stream ended, its client is still there;    their clients: the proxy closed both sides of one
     another waits on, and its client is gone
     the client got other amounts than its stream          clients between streams, so that amounts agree
+    a client that closed had got what its stream did not  clients, so that it had a stream that brought as much or more
     more arrived than any proxy holds back, and the       the client goes to a stream that waits without one;
     client never got a token                              if there is none and the stream is over: it had left
     ====================================================  ====================================================
     """
     tolerance = 2 * SAME_INSTANT + blur
-    for rule in (_cut_together, _by_amount, _never_fed):
+    for rule in (_cut_together, _by_amount, _left_midway, _never_fed):
         burst = _burst(seg, now, mine, hop, ratio, at)
         if len(burst.rows) < 2:
             return
@@ -620,7 +625,8 @@ class _Burst:
     """The streams of one hop, with their clients, as far as pairs can be confused. ``rows`` are rows of the segments.
 
     ``there``: the client is connected. ``waits``: it got no more than a header. ``mute``: its stream brought no more.
-    ``over``: its stream's carrier has closed. ``hungry``: more came than any proxy holds back, and it got nothing.
+    ``over``: its stream's carrier has closed. ``amiss``: amounts differ by more than framing and what is under way.
+    ``hungry``: more came than any proxy holds back, and it got nothing.
     """
 
     rows: NDArray[np.intp]
@@ -633,6 +639,7 @@ class _Burst:
     waits: NDArray[np.bool_]
     mute: NDArray[np.bool_]
     over: NDArray[np.bool_]
+    amiss: NDArray[np.bool_]
     hungry: NDArray[np.bool_]
 
 
@@ -647,17 +654,19 @@ def _burst(
     there = seen & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED)
     went_down = np.where(seen, track["written"] - track["begun"], 0) * (ratio[hop, 1] / ratio[hop, 0])
     waits = went_down <= HEADER_MOST
+    came_up = some["supply"].astype(np.float64)
     return _Burst(
         rows=rows,
         asked_up=some["asked"],
         asked_down=track["asked"],
-        came_up=some["supply"].astype(np.float64),
+        came_up=came_up,
         went_down=went_down,
         seen=seen,
         there=there,
         waits=waits,
         mute=np.isnan(some["answered"]),
         over=over[rows],
+        amiss=np.abs(went_down - came_up) > 0.1 * np.maximum(went_down, came_up) + 2 * HEADER_MOST,
         hungry=there & waits & (some["acked"] <= HEADER_MOST) & (some["supply"] > HELD_BACK),
     )
 
@@ -670,15 +679,26 @@ def _cut_together(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np
 
 
 def _by_amount(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
-    more = np.maximum(burst.went_down, burst.came_up)
-    amiss = np.abs(burst.went_down - burst.came_up) > 0.1 * more + 2 * HEADER_MOST
-    fed, flowing = np.flatnonzero(amiss & burst.seen & ~burst.waits), np.flatnonzero(amiss & ~burst.mute)
+    fed, flowing = burst.amiss & burst.seen & ~burst.waits, burst.amiss & ~burst.mute
+    yield from _as_amounts_agree(burst, fed, flowing, tolerance, partly=False)
+
+
+def _left_midway(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    closed = burst.amiss & burst.seen & ~burst.waits & burst.mute & ~burst.there
+    yield from _as_amounts_agree(burst, closed, burst.amiss & ~burst.mute & burst.waits, tolerance, partly=True)
+
+
+def _as_amounts_agree(
+    burst: _Burst, clients: NDArray[np.bool_], streams: NDArray[np.bool_], tolerance: float, *, partly: bool
+) -> Iterator[tuple[np.intp, np.intp]]:
+    fed, flowing = np.flatnonzero(clients), np.flatnonzero(streams)
     pairs = by_volume(
         burst.came_up[flowing],
         burst.went_down[fed],
         burst.asked_up[flowing],
         burst.asked_down[fed],
         tolerance=tolerance,
+        partly=partly,
     )
     holder = {int(row): int(row) for row in fed}  # which stream has the client that this one had at first
     for i, j in pairs:
@@ -716,6 +736,8 @@ def _at_rest(
     answer_age = np.where(seg["carrier"] == seg["down"], carrier["last_data_sent"], carrier["last_data_recv"])
     silence = np.where(answer_age >= 0, answer_age / 1e3, at - seg["grew"])
     quiet = answered & (silence >= 0.9 * interval) & (seg["grew"] < at)
+    question_age = np.where(seg["carrier"] == seg["down"], carrier["last_data_recv"], carrier["last_data_sent"])
+    at_once = answer_age >= question_age - 1e3 * HEADER_SECONDS
 
     rows = now.find(seg["down"])
     moved_on = (rows >= 0) & (seg["carrier"] != seg["down"]) & ~seg["shared"]
@@ -748,8 +770,10 @@ def _at_rest(
         # Twice for those that are merely quiet: the page is read after the sockets, and may know of an end elsewhere.
         over[no_room] = (quiet[no_room] & denied[no_room]) | just_closed[no_room]
         seg["no_room"][no_room] = True
-        # There is room for this one, and was in the beat before, or for all: it is what the engine counts.
-        seg["trial"][by_rank[:room]] &= (seg["born"][by_rank[:room]] >= at) & (len(no_room) > 0)
+        # There is room for this one, and was in the beat before, or for all: it is what the engine counts. Unless its
+        # answer came at once, as that of a poll does: then only more of it will tell.
+        fits = by_rank[:room]
+        seg["trial"][fits] &= ((seg["born"][fits] >= at) & (len(no_room) > 0)) | (at_once[fits] & ~mute[fits])
         # The engine finished more than we saw end: the longest silent of these, without waiting for another beat.
         unexplained = int(engines[engine].finished) - int((here & (over | (seg["ended"] == at)) & ~cut).sum())
         silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room]]

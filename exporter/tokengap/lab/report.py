@@ -110,7 +110,7 @@ class Report:
         table.add_column("")
         columns = {"truth": self.truth, "measured": self.measured}
         if self.scraped is not None:
-            columns[f"scraped each {self.scrape_every:g} s"] = self.scraped
+            columns[f"scraped every {self.scrape_every:g} s"] = self.scraped
         for title in columns:
             table.add_column(title, justify="right")
         for name, remark, unit in _ROWS:
@@ -140,9 +140,9 @@ class Report:
             gaps = f"The gap is {_shown(self.truth.gap)} tokens and was measured as {_shown(self.measured.gap)}"
             said = [f"{gaps}: off by {self.error_ratio:.2%} of the tokens out, {within} {self.bar:.0%}."]
         if self.scraped is not None:
-            came = f"A scraper that comes each {self.scrape_every:g} s came {self.scrapes} times"
+            came = f"A scraper that comes every {self.scrape_every:g} s came {self.scrapes} times"
             said.append(
-                f"{came}: it has missed what came and went between, and its totals are those of its last scrape."
+                f"{came}: it missed what came and went in between, and its totals are those of its last scrape."
             )
         return said
 
