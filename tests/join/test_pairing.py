@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokengap.join.pairing import Requests, by_volume, pair
+from tokengap.join.pairing import Amounts, Requests, by_volume, pair
 
 
 def requests(asked, answered=None, open_=None):
@@ -72,22 +72,40 @@ def test_pairs_are_one_to_one_within_tolerance_and_as_many_as_possible(up, down)
     assert not any(abs(u - d) < 0.05 - 1e-9 for u in free_up for d in free_down)
 
 
-def volumes(up, down, asked_up, asked_down):
-    arrays = (np.array(values, dtype=float) for values in (up, down, asked_up, asked_down))
-    return sorted(by_volume(*arrays, tolerance=0.1))
+def amounts(whole, asked, lately=None):
+    whole = np.array(whole, dtype=float)
+    return Amounts(whole, whole if lately is None else np.array(lately, dtype=float), np.array(asked, dtype=float))
+
+
+def volumes(up, down, **how):
+    return sorted(by_volume(up, down, tolerance=0.1, **how))
 
 
 def test_partners_of_one_burst_find_each_other_by_volume():
     """The client that got 42,800 bytes belongs to the stream that brought 42,819, not to the one with 5,900."""
-    assert volumes([5900, 42819], [42800, 5882], [5.0, 5.0], [5.0, 5.01]) == [(0, 1), (1, 0)]
+    up, down = amounts([5900, 42819], [5.0, 5.0]), amounts([42800, 5882], [5.0, 5.01])
+    assert volumes(up, down) == [(0, 1), (1, 0)]
 
 
 def test_volumes_that_differ_by_more_than_framing_are_no_match():
     """4 KB and 8 KB are not the same answer; 40,000 and 41,000 may be."""
-    assert volumes([8000], [4000], [5.0], [5.0]) == []
-    assert volumes([41000], [40000], [5.0], [5.0]) == [(0, 0)]
+    assert volumes(amounts([8000], [5.0]), amounts([4000], [5.0])) == []
+    assert volumes(amounts([41000], [5.0]), amounts([40000], [5.0])) == [(0, 0)]
 
 
 def test_requests_of_different_bursts_are_not_matched_by_volume():
     """A client and a stream whose requests lie a second apart were never confused."""
-    assert volumes([4000], [4000], [5.0], [6.0]) == []
+    assert volumes(amounts([4000], [5.0]), amounts([4000], [6.0])) == []
+
+
+def test_of_answers_as_long_as_each_other_what_moved_lately_decides():
+    """Two streams brought 63,550 bytes by now, one of them all in this beat, as the client got them."""
+    up = amounts([63550, 63546], [5.0, 5.0], lately=[21000, 63359])
+    assert volumes(up, amounts([63727], [5.0], lately=[63559])) == [(1, 0)]
+
+
+def test_a_client_that_left_midway_belongs_to_a_stream_that_brought_at_least_as_much():
+    """6,866 bytes of an answer of 63,560: possible only when the client may have got the beginning alone."""
+    up, down = amounts([63560, 900], [5.0, 5.0]), amounts([6866], [5.0])
+    assert volumes(up, down) == []
+    assert volumes(up, down, partly=True) == [(0, 0)]

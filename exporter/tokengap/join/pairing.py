@@ -77,24 +77,28 @@ def in_order(up: NDArray[np.float64], down: NDArray[np.float64], tolerance: floa
     return pairs
 
 
-def by_volume(
-    up: NDArray[np.float64],
-    down: NDArray[np.float64],
-    asked_up: NDArray[np.float64],
-    asked_down: NDArray[np.float64],
-    *,
-    tolerance: float,
-    partly: bool = False,
-) -> list[tuple[int, int]]:
-    """Match streams with the clients of one burst by the bytes of the whole answer so far; pairs (up, down).
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """One side of answers to be compared: bytes of the whole answer so far, of these since the beat before, and when
+    it was asked for. Columns correspond."""
+
+    whole: NDArray[np.float64]
+    lately: NDArray[np.float64]
+    asked: NDArray[np.float64]
+
+
+def by_volume(up: Amounts, down: Amounts, *, tolerance: float, partly: bool = False) -> list[tuple[int, int]]:
+    """Match streams with the clients of one burst by the bytes they brought and got; pairs (up, down), best first.
 
     Only requests whose instants lie within ``tolerance`` seconds can have been confused. Volumes agree but for
-    framing, what is under way, and a chunk or two. ``partly``: the client may have got only the beginning.
+    framing, what is under way, and a chunk or two; of several that agree, what moved in this beat decides. ``partly``:
+    the client may have got only the beginning.
     """
-    gap = np.abs(up[:, None] - down[None, :])
-    near = 0.03 * np.maximum(up[:, None], down[None, :]) + 1024
-    fits = up[:, None] >= down[None, :] - near if partly else gap <= near
-    fits &= np.abs(asked_up[:, None] - asked_down[None, :]) <= tolerance
+    brought, got = up.whole[:, None], down.whole[None, :]
+    near = 0.03 * np.maximum(brought, got) + 1024
+    fits = brought >= got - near if partly else np.abs(brought - got) <= near
+    fits &= np.abs(up.asked[:, None] - down.asked[None, :]) <= tolerance
+    gap = np.abs(brought - got) + np.abs(up.lately[:, None] - down.lately[None, :])
     pairs: list[tuple[int, int]] = []
     candidates = np.argwhere(fits)
     for i, j in candidates[np.argsort(gap[fits], kind="stable")]:

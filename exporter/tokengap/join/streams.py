@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE, VANISHED, Downstream, client_states
-from tokengap.join.pairing import Requests, by_volume, in_order, pair
+from tokengap.join.pairing import Amounts, Requests, by_volume, in_order, pair
 from tokengap.join.sockets import Sides, Tracked, connection_keys, follow, locate, nobody, sides
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot
 from tokengap.topology import Topology
@@ -502,15 +502,16 @@ def _claim_closed(
     """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
     they got. Their instants are not known, but the amount of a whole answer is."""
     loose = (side.down == hop) & now.ended & (locate(np.unique(seg["down"]), now.rows["cookie"]) < 0)
-    got = (now.track["written"] - now.track["begun"]) * ratio[hop, 1] / ratio[hop, 0]
+    per_byte = ratio[hop, 1] / ratio[hop, 0]
+    got = (now.track["written"] - now.track["begun"]) * per_byte
     clients = np.flatnonzero(loose & (got > HEADER_MOST))
     burst = _burst(seg, now, mine, hop, ratio, at)
     asking = np.flatnonzero(~burst.mute & (burst.hungry | (seg["down"][burst.rows] == 0)))
     if len(clients) and len(asking):
-        anytime = np.zeros(len(seg)), np.zeros(len(now.rows))
-        pairs = by_volume(
-            burst.came_up[asking], got[clients], anytime[0][asking], anytime[1][clients], tolerance=np.inf
-        )
+        anytime = np.zeros(max(len(asking), len(clients)))
+        up = Amounts(burst.came_up[asking], burst.came_lately[asking], anytime[: len(asking)])
+        down = Amounts(got[clients], now.d_written[clients] * per_byte, anytime[: len(clients)])
+        pairs = by_volume(up, down, tolerance=0.0)
         for i, j in pairs:
             _join(seg, burst.rows[asking[i]], now, clients[j], hop)
 
@@ -633,7 +634,9 @@ class _Burst:
     asked_up: NDArray[np.float64]
     asked_down: NDArray[np.float64]
     came_up: NDArray[np.float64]
+    came_lately: NDArray[np.float64]
     went_down: NDArray[np.float64]
+    went_lately: NDArray[np.float64]
     seen: NDArray[np.bool_]
     there: NDArray[np.bool_]
     waits: NDArray[np.bool_]
@@ -652,7 +655,8 @@ def _burst(
     track = now.track[down]
     seen = down >= 0
     there = seen & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED)
-    went_down = np.where(seen, track["written"] - track["begun"], 0) * (ratio[hop, 1] / ratio[hop, 0])
+    per_byte = ratio[hop, 1] / ratio[hop, 0]
+    went_down = np.where(seen, track["written"] - track["begun"], 0) * per_byte
     waits = went_down <= HEADER_MOST
     came_up = some["supply"].astype(np.float64)
     return _Burst(
@@ -660,7 +664,9 @@ def _burst(
         asked_up=some["asked"],
         asked_down=track["asked"],
         came_up=came_up,
+        came_lately=some["arrived"].astype(np.float64),
         went_down=went_down,
+        went_lately=np.where(seen, now.d_written[down], 0) * per_byte,
         seen=seen,
         there=there,
         waits=waits,
@@ -692,14 +698,9 @@ def _as_amounts_agree(
     burst: _Burst, clients: NDArray[np.bool_], streams: NDArray[np.bool_], tolerance: float, *, partly: bool
 ) -> Iterator[tuple[np.intp, np.intp]]:
     fed, flowing = np.flatnonzero(clients), np.flatnonzero(streams)
-    pairs = by_volume(
-        burst.came_up[flowing],
-        burst.went_down[fed],
-        burst.asked_up[flowing],
-        burst.asked_down[fed],
-        tolerance=tolerance,
-        partly=partly,
-    )
+    up = Amounts(burst.came_up[flowing], burst.came_lately[flowing], burst.asked_up[flowing])
+    down = Amounts(burst.went_down[fed], burst.went_lately[fed], burst.asked_down[fed])
+    pairs = by_volume(up, down, tolerance=tolerance, partly=partly)
     holder = {int(row): int(row) for row in fed}  # which stream has the client that this one had at first
     for i, j in pairs:
         stream, client = int(flowing[i]), int(fed[j])
