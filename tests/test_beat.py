@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -259,7 +260,7 @@ def test_whatever_a_source_does_each_beat_has_exactly_one_answer_or_reason(turns
         out = 0
         waiting: list[asyncio.Event] = []
 
-        async def question() -> str:
+        async def question(turn: str) -> str:
             nonlocal out
             out += 1
             assert out == 1
@@ -277,7 +278,7 @@ def test_whatever_a_source_does_each_beat_has_exactly_one_answer_or_reason(turns
 
         asker: Asker[str] = Asker("source", keep_late=True)
         for turn in turns:
-            reading = await asker.ask(question, 0.001)
+            reading = await asker.ask(partial(question, turn), 0.001)
             assert (reading.value is None) != (reading.error is None)
             for event in waiting:
                 event.set()

@@ -1,4 +1,4 @@
-"""docs/lab.md is true: its example runs."""
+"""docs/lab.md and docs/drill.md are true: the example runs, and everything that can be asked for is there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-TEXT = (Path(__file__).parent.parent.parent / "docs" / "lab.md").read_text()
+from lab.commands import ARTICLE
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+TEXT = (DOCS / "lab.md").read_text()
 
 
 @pytest.mark.e2e
@@ -27,3 +30,14 @@ def test_every_flag_and_route_is_in_the_docs():
     flags = [flag for command in (engine.main, gateway.main) for option in command.params for flag in option.opts]
     routes = [resource.canonical for resource in engine.EngineServer(engine.Knobs()).app().router.resources()]
     assert [name for name in (*flags, *routes) if name not in TEXT] == []
+
+
+def test_every_option_and_field_of_the_drill_is_in_the_docs():
+    """By the name under which it is typed or printed."""
+    from tokengap.lab.drill import drill
+    from tokengap.lab.stage import LEAKS
+
+    text = (DOCS / "drill.md").read_text()
+    options = [name for option in drill.params for name in (*option.opts, *option.secondary_opts)]
+    wanted = [f"`{name}`" for name in (*options, *LEAKS, *ARTICLE)]
+    assert [name for name in wanted if name not in text] == []
