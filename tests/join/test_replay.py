@@ -47,15 +47,15 @@ def test_the_leak_is_named_where_it_is(name):
 
 @pytest.mark.parametrize("name", [name for name in replay.names() if "holds-on" not in name])
 def test_every_stream_is_counted_once_by_how_it_ended(name):
-    """Some users stayed and some left: completed, and cancelled or orphaned, in these numbers (within one, for the
-    last bytes of a leaver and the end of another may fall into one beat)."""
+    """Some users stayed and some left: completed, and cancelled or orphaned, in these numbers. Within one: the last
+    bytes of a leaver and the end of another may fall into one beat, and a stream may come and go between two."""
     truth, view = last_view(name)
     stayed = truth["how"].count("completed")
     counts = {}
     for (_, _, how), n in view.endings.items():
         counts[how] = counts.get(how, 0) + n
     assert counts.get("completed", 0) == pytest.approx(stayed, abs=1)
-    assert sum(counts.values()) == len(truth["how"])
+    assert sum(counts.values()) == pytest.approx(len(truth["how"]), abs=1)
 
 
 def test_a_replay_gives_the_same_answer_twice():

@@ -773,8 +773,9 @@ def _at_rest(
         seg["no_room"][no_room] = True
         # There is room for this one, and was in the beat before, or for all: it is what the engine counts. Unless its
         # answer came at once, as that of a poll does: then only more of it will tell.
-        fits = by_rank[:room]
-        seg["trial"][fits] &= ((seg["born"][fits] >= at) & (len(no_room) > 0)) | (at_once[fits] & ~mute[fits])
+        fits, poll_like = by_rank[:room], at_once & ~mute
+        crowded = bool((~poll_like[no_room]).any())
+        seg["trial"][fits] &= ((seg["born"][fits] >= at) & crowded) | poll_like[fits]
         # The engine finished more than we saw end: the longest silent of these, without waiting for another beat.
         unexplained = int(engines[engine].finished) - int((here & (over | (seg["ended"] == at)) & ~cut).sum())
         silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room]]
