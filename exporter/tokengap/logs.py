@@ -77,4 +77,6 @@ def _clean(value: object) -> object:
 
 def _quoted(value: object) -> str:
     text = str(value)
-    return text if _BARE.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    if text.isprintable():
+        return text if _BARE.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)

@@ -205,7 +205,7 @@ async def test_interrupted_it_leaves_nothing_behind(number: signal.Signals):
         family = [psutil.Process(process.pid)]
 
         async def users_are_there() -> bool:
-            return b"tokens received" in await process.stderr.readline()
+            return b"tokens: " in await process.stderr.readline()
 
         await until(users_are_there, within=30)
         family += family[0].children(recursive=True)
@@ -224,7 +224,7 @@ async def test_a_part_that_dies_ends_the_drill():
     async with started("drill", "--through", "naive", "--ports", "auto", "--rate", 20) as process:
 
         async def users_are_there() -> bool:
-            return b"tokens received" in await process.stderr.readline()
+            return b"tokens: " in await process.stderr.readline()
 
         await until(users_are_there, within=30)
         for child in psutil.Process(process.pid).children():

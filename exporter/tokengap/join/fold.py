@@ -28,6 +28,10 @@ from tokengap.view import (
 MOST_OWED = 20_000
 
 
+#: The share of answers at once from which on a running stream without a byte may be one of them.
+FEW_UNSTREAMED = 0.05
+
+
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
     """What is remembered of one engine between beats."""
@@ -190,7 +194,7 @@ def _engine(
         book = ledger.learn_answers(book, own, page, readings.sockets.at, readings.topology.interval)
         book, own = _account(book, own, page, gap, hop_names)
 
-    waits = _waits(own, seen, index, readings)
+    waits = _waits(own, seen, index, readings, book.unstreamed)
     curve = memory.curve
     if page is not None and page.running is not None and page.waiting is not None:
         curve = queue.observe(curve, reading.at, page.finished, page.running, page.waiting)
@@ -285,7 +289,9 @@ class _Waits:
     worst: Mapping[str, float]
 
 
-def _waits(own: ledger.Owned | None, seen: streams.Streams | None, index: int, readings: Readings) -> _Waits:
+def _waits(
+    own: ledger.Owned | None, seen: streams.Streams | None, index: int, readings: Readings, unstreamed: float
+) -> _Waits:
     if own is None or seen is None:
         return _Waits(np.zeros(0), {})
     topology, at = readings.topology, readings.at
@@ -297,8 +303,14 @@ def _waits(own: ledger.Owned | None, seen: streams.Streams | None, index: int, r
     def waits(klass: str, seconds: float) -> None:
         worst[klass] = max(worst.get(klass, 0.0), seconds)
 
-    # A client that left has no deadline any more; one that gets no stream but is being answered has met it.
+    # A client that left has no deadline any more. Where answers come that are not streamed, one that runs may be such
+    # an answer, and who waits for it does not wait for a first token: then only the queued ones are known to wait.
     unanswered_stream = mute & (own.client < VANISHED) & (seg["tokens"] < 2)
+    page = readings.engines[topology.engines[index].name].value
+    if unstreamed > FEW_UNSTREAMED and page is not None:
+        oldest_first = np.flatnonzero(mute)[np.argsort(seg["asked"][mute], kind="stable")]
+        runs = max(len(oldest_first) - int(page.waiting or 0), 0)
+        unanswered_stream[oldest_first[:runs]] = False
     classes = [hop.klass or topology.engines[index].klass for hop in topology.hops] + [topology.engines[index].klass]
     for hop in np.unique(first["hop"][unanswered_stream]):
         of_hop = unanswered_stream & (first["hop"] == hop)

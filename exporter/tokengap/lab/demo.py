@@ -59,7 +59,7 @@ class Demo:
                         await asyncio.sleep(pause)
                         visits.create_task(self._visit(Visit(user, self.port)))
             except TimeoutError:
-                self.waits_for = "; no more come, the rest is served"
+                self.waits_for = "; no more users come"
         await rest(witness, self.scrapes)
         self.scrapes.append(await exporter.beats(BEATS_AT_REST))
         truth = await witness.truth(self.outcomes, self.scrapes)
@@ -80,15 +80,13 @@ class Demo:
 
     def line(self) -> str:
         """Say what the exporter says now."""
-        line = f"{time.monotonic() - self.began:6.1f} s: {len(self.here)} users are here"
+        line = f"{time.monotonic() - self.began:5.1f} s: {len(self.here)} users here"
         if not self.scrapes:
             return line
         now = self.scrapes[-1]
-        out, gap = now.tokens_out or 0.0, now.gap or 0.0
-        return (
-            f"{line}, {now.orphans} have left and are still served; tokens: {out:,.0f} out, "
-            f"{now.tokens_useful or 0:,.0f} useful, {gap:,.0f} orphaned ({gap / max(out, 1.0):.0%}){self.waits_for}"
-        )
+        out, useful, gap = now.tokens_out or 0.0, now.tokens_useful or 0.0, now.gap or 0.0
+        tokens = f"{out:,.0f} out, {useful:,.0f} useful, {gap:,.0f} orphaned ({gap / max(out, 1.0):.0%})"
+        return f"{line}, {now.orphans} orphans; tokens: {tokens}{self.waits_for}"
 
 
 async def on_the_lab(plan: Plan, lasts: float | None, say: Callable[[str], None]) -> Report:

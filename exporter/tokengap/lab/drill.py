@@ -164,10 +164,10 @@ class Drill:
         states = Counter(_state(visit) for visit in self.visits)
         users = ", ".join(f"{states[state]} {state}" for state in _STATES if states[state] or state != "failed")
         received = sum(visit.tokens for visit in self.visits)
-        line = f"{time.monotonic() - self.began:5.1f} s: {users}; {received:,} tokens received"
+        line = f"{time.monotonic() - self.began:5.1f} s: {users}; tokens: {received:,} received"
         if self.scrapes:
             last = self.scrapes[-1]
-            line += f"; exporter: {last.tokens_out or 0:,.0f} out, {last.gap or 0:,.0f} orphaned"
+            line += f", {last.tokens_out or 0:,.0f} out, {last.gap or 0:,.0f} orphaned"
         return line + self.waits_for
 
 

@@ -18,7 +18,7 @@ async def show(console: Console, line: Callable[[], str], every: float = 0.25) -
         while True:
             await asyncio.sleep(LOG_EVERY)
             console.print(line(), highlight=False, soft_wrap=True)
-    with console.status(line()) as status:
+    with console.status("") as status:
         while True:
+            status.update(line()[: console.width - 3])  # a line and no more: the spinner stands before it
             await asyncio.sleep(every)
-            status.update(line())

@@ -1,0 +1,364 @@
+"""``tokengap doctor``: what this host allows, what will be used, and what to do about the rest.
+
+First everything is looked at, with the sources that serving uses; then pure functions say what it means. Nothing is
+changed, and an engine is asked for its page and its version only: never ``/health`` (on SGLang it generates), never a
+completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final, Literal, TextIO, TypeAlias, TypeVar
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tokengap import __version__
+from tokengap.beat import deadline
+from tokengap.errors import SourceError, SourceRefused, SourceTimeout
+from tokengap.readings import LISTEN, EnginePage, ProcessTable
+from tokengap.sources.commandlines import proxy_program
+from tokengap.sources.engine import EngineSource, metrics_url
+from tokengap.sources.host import Row, Tree, holders, listens, rows_in
+from tokengap.sources.processes import Discovery, Processes
+from tokengap.sources.sockets import SocketAccess, probe
+from tokengap.topology import Endpoint, Engine, Hop, Topology
+
+T = TypeVar("T")
+
+#: ``ok`` needs nothing. ``note``: it works, with a limit worth knowing. ``attention``: something will be missing.
+Level: TypeAlias = Literal["ok", "note", "attention"]
+
+#: Seconds for an engine to answer, more than a beat gives it: "slow" is a better answer than "nothing".
+PATIENCE: Final = 5.0
+#: Seconds for a program to tell its version.
+_VERSION_WITHIN: Final = 2.0
+#: How many sockets should be able to end within one beat before the kernel drops events. Its default receive buffer
+#: (net.core.rmem_max 212992) has room for 332.
+_ROOM: Final = 2000
+#: ``struct tcp_info`` up to ``tcpi_bytes_sent``, in Linux 4.19: every column that is read.
+_WHOLE_TCP_INFO: Final = 208
+
+#: The capabilities that make a difference, and their bits (linux/capability.h).
+_CAPABILITIES: Final = {"CAP_DAC_READ_SEARCH": 2, "CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19}
+
+#: How known proxies tell their version.
+_VERSION_FLAGS: Final = {"nginx": "-v", "haproxy": "-v", "envoy": "--version", "caddy": "version", "traefik": "version"}
+#: Proxies that speak HTTP/2 to clients unless told otherwise.
+_HTTP2: Final = frozenset({"caddy", "envoy", "traefik"})
+#: Programs that listen for a container, whose own sockets are in another network namespace.
+_CONTAINER_DOORS: Final = frozenset({"docker-proxy", "rootlessport", "conmon"})
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at: what it is, how it is, and one line of advice. Only ``ok`` may go without."""
+
+    subject: str
+    level: Level
+    found: str
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.level == "ok" or self.advice, f"no advice about {self.subject}"
+
+
+async def examine(watched: Topology, *, auto: Discovery | None = None) -> list[Finding]:
+    """Look at this host and at what is to be watched; ``auto`` is what was found on it. Takes seconds at most."""
+    async with aiohttp.ClientSession() as session:
+        access, listeners, processes, answers = await asyncio.gather(
+            asyncio.to_thread(probe),
+            asyncio.to_thread(look_at_listeners, watched.hops),
+            _or_error(Processes().read(watched, frozenset())),
+            asyncio.gather(*(ask(engine, session) for engine in watched.engines)),
+        )
+    capabilities = effective_capabilities()
+    slots = processes.slots if isinstance(processes, ProcessTable) else {}
+    return [
+        about_versions(access.kernel),
+        *about_sockets(access, capabilities),
+        *(Finding("auto", "ok", sentence) for sentence in (auto.sentences if auto else ())),
+        *about_selection(watched),
+        *(
+            finding
+            for engine, answer in zip(watched.engines, answers, strict=True)
+            for finding in (
+                about_engine(engine, answer, deadline(watched.interval)),
+                about_slots(engine, slots.get(engine.name)),
+            )
+        ),
+        *(finding for hop in watched.hops for finding in about_hop(hop, listeners, capabilities)),
+    ]
+
+
+def healthy(findings: Iterable[Finding]) -> bool:
+    """Tell whether nothing needs attention."""
+    return all(finding.level != "attention" for finding in findings)
+
+
+# --- shown ----------------------------------------------------------------------------------------------------------
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Return the findings as one JSON object: ``healthy``, and under ``findings`` one object each."""
+    rows = [asdict(finding) for finding in findings]
+    return json.dumps({"healthy": healthy(findings), "findings": rows}, indent=2, ensure_ascii=False)
+
+
+def print_findings(findings: Sequence[Finding], out: TextIO) -> None:
+    """Print a table on a terminal, and elsewhere a plain line a finding, its advice on the next."""
+    if not out.isatty():
+        for finding in findings:
+            out.write(f"{finding.level:<11}{finding.subject}: {finding.found}\n")
+            if finding.advice:
+                out.write(f"{'':<11}-> {finding.advice}\n")
+        return
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("", "what", "found", "advice"):
+        table.add_column(column, overflow="fold")
+    styles: dict[Level, str] = {"ok": "green", "note": "yellow", "attention": "bold red"}
+    for finding in findings:
+        # Text and not markup, which would take an address in brackets for a style.
+        plain = (Text(words) for words in (finding.subject, finding.found, finding.advice))
+        table.add_row(Text(finding.level, styles[finding.level]), *plain)
+    Console(file=out).print(table)
+
+
+# --- this program and this kernel -----------------------------------------------------------------------------------
+
+
+def about_versions(kernel: str) -> Finding:
+    """Name what a report of a fault has to name."""
+    return Finding("versions", "ok", f"tokengap {__version__}, Python {platform.python_version()}, {kernel}")
+
+
+def effective_capabilities() -> frozenset[str]:
+    """Return which of the capabilities that matter here this process has (proc(5), CapEff)."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return frozenset()
+    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
+    return frozenset(name for name, bit in _CAPABILITIES.items() if mask >> bit & 1)
+
+
+def about_sockets(access: SocketAccess, capabilities: frozenset[str]) -> Iterator[Finding]:
+    """Say how sockets are read, whether the kernel tells when one ends, and how many may end at once."""
+    if not access.sock_diag:
+        tells = "states and queues, no bytes" if access.way == "proc" else "states only"
+        yield Finding(
+            "sockets",
+            "attention",
+            f"{access.way} will be used, it tells {tells}; sock_diag: {access.sock_diag_reason}",
+            "no token can be called useful so; load tcp_diag (modprobe), allow AF_NETLINK (systemd, seccomp), or leave "
+            "the sandbox; no capability is needed",
+        )
+        return
+    if access.tcp_info is not None and access.tcp_info < _WHOLE_TCP_INFO:
+        found = f"sock_diag will be used; this kernel tells {access.tcp_info} of {_WHOLE_TCP_INFO} bytes of tcp_info"
+        yield Finding("sockets", "note", found, "some columns stay unknown; Linux 4.19 or newer has them all")
+    else:
+        yield Finding("sockets", "ok", "sock_diag will be used, with every column; it needs no privilege")
+    if not access.events:
+        lacks = "" if "CAP_NET_ADMIN" in capabilities else "; this process lacks CAP_NET_ADMIN, which some kernels want"
+        yield Finding(
+            "destroy events",
+            "note",
+            f"off, so up to one beat of each socket that ends is missed: {access.events_reason}{lacks}",
+            "try with CAP_NET_ADMIN or on a newer kernel; a shorter --interval misses less",
+        )
+    elif access.events_room is not None and access.events_room < _ROOM and "CAP_NET_ADMIN" not in capabilities:
+        yield Finding(
+            "destroy events",
+            "note",
+            f"on; when more than {access.events_room} sockets end within a beat, the kernel drops some",
+            f"sysctl net.core.rmem_max={32 * 1024 * 1024}, or run with CAP_NET_ADMIN",
+        )
+    else:
+        yield Finding("destroy events", "ok", "on: the final counters of each socket that ends are read")
+
+
+def about_selection(watched: Topology) -> Iterator[Finding]:
+    """Say whether there is something to watch."""
+    if not watched.engines:
+        yield Finding("engines", "attention", "none to watch", "name one with --engine URL, or let --auto look for it")
+    if not watched.hops:
+        found = "none to watch: only what clients of the engines themselves do is seen"
+        yield Finding("hops", "note", found, "name the proxies on this host with --hop NAME=PORT, or let --auto look")
+
+
+# --- engines --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine answered: its page or why there is none, how long that took, and the version it tells."""
+
+    page: EnginePage | SourceError
+    took: float = 0.0
+    version: str | None = None
+
+
+async def ask(engine: Engine, session: aiohttp.ClientSession) -> Answer:
+    """Read an engine's page and version."""
+    began = time.monotonic()
+    page = await _or_error(EngineSource(engine, session, deadline=PATIENCE).read())
+    took = time.monotonic() - began
+    return Answer(page, took, None if isinstance(page, SourceError) else await _version(engine, session))
+
+
+async def _version(engine: Engine, session: aiohttp.ClientSession) -> str | None:
+    """Ask for ``/version``, which is static: it costs an engine with work nothing, and says nothing about health."""
+    url = metrics_url(engine.url).removesuffix("metrics") + "version"
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=_VERSION_WITHIN)) as answer:
+            said = json.loads(await answer.content.read(65536))
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return None
+    version = said.get("version") if isinstance(said, dict) else None
+    return version if isinstance(version, str) else None
+
+
+async def _or_error(read: Awaitable[T]) -> T | SourceError:
+    try:
+        return await read
+    except SourceError as error:
+        return error
+
+
+def about_engine(engine: Engine, answer: Answer, within: float) -> Finding:
+    """Say whether an engine's page can be read, and by a beat, which gives it ``within`` seconds."""
+    subject, page = f"engine {engine.name}", answer.page
+    if isinstance(page, SourceError):
+        advice = "its /metrics has to be reached from here, and to show vllm: series (no --disable-log-stats)"
+        if isinstance(page, SourceRefused):
+            advice = "start it, or correct its address"
+        elif isinstance(page, SourceTimeout):
+            advice = "see whether it is stuck, or what on the way keeps the answer back"
+        return Finding(subject, "attention", str(page), advice)
+    if not engine.endpoints:
+        advice = "name the addresses at which proxies reach it (addresses, in the file of settings)"
+        return Finding(subject, "attention", "it answers, but its name did not resolve at first", advice)
+    if answer.took > within:
+        found = f"its page took {answer.took:.1f} s, and a beat waits {within:.1f} s"
+        return Finding(subject, "attention", found, "set a longer --interval, or see what slows its API server down")
+    what = f"vLLM {answer.version}" if answer.version else "a page of vLLM"
+    models = f" with {', '.join(page.models)}" if page.models else ""
+    where = ", ".join(map(str, engine.endpoints))
+    if page.generation_tokens is None:
+        found = f"{what}{models} at {where}, which counts no tokens yet"
+        return Finding(subject, "note", found, "some versions show their counters after the first request")
+    return Finding(subject, "ok", f"{what}{models} at {where}")
+
+
+def about_slots(engine: Engine, on_command_line: int | None) -> Finding:
+    """Say whether it is known how many sequences an engine runs at once."""
+    subject = f"slots of {engine.name}"
+    if engine.slots is not None:
+        return Finding(subject, "ok", f"{engine.slots}, by the settings")
+    if on_command_line is not None:
+        return Finding(subject, "ok", f"{on_command_line}, by its command line")
+    found = "not known: no page of vLLM tells, nor a command line that can be read from here"
+    return Finding(subject, "note", found, "tell its max_num_seqs with --slots; else the most ever seen running counts")
+
+
+# --- hops -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Who listens: a known proxy or the name of a process, its lowest pid, and the version that is installed."""
+
+    name: str
+    pid: int
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """The listeners of the hops in this network namespace.
+
+    ``programs`` by inode; a listener that is not in it is held by a process that may not be looked into. ``error``:
+    why none of this is known.
+    """
+
+    rows: Sequence[Row] = ()
+    programs: Mapping[int, Program] = field(default_factory=dict)
+    error: str = ""
+
+
+def look_at_listeners(hops: Sequence[Hop]) -> Listeners:
+    """Look at who listens where the hops should."""
+    endpoints = [endpoint for hop in hops for endpoint in hop.listen]
+    try:
+        rows = [row for row in rows_in(LISTEN) if any(listens(row, endpoint) for endpoint in endpoints)]
+    except SourceError as error:
+        return Listeners(error=str(error))
+    tree = Tree()
+    held = holders(tree.pids, frozenset(row.inode for row in rows))
+    lowest = {inode: min(pids) for inode, pids in held.pids.items()}
+    names = {pid: proxy_program(tree.name(pid), tree.argv(pid)) or tree.name(pid) for pid in lowest.values()}
+    versions = {name: installed_version(name) for name in set(names.values())}
+    programs = {inode: Program(names[pid], pid, versions[names[pid]]) for inode, pid in lowest.items()}
+    return Listeners(rows, programs)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a known proxy, as the program on our PATH tells it.
+
+    Not the one that runs is asked: root must not start whatever another user has called nginx.
+    """
+    path = shutil.which(name) if name in _VERSION_FLAGS else None
+    if path is None:
+        return None
+    try:
+        said = subprocess.run(  # noqa: S603 - a known program with a fixed argument
+            (path, _VERSION_FLAGS[name]), capture_output=True, text=True, timeout=_VERSION_WITHIN, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return None
+    return next(filter(None, map(str.strip, (said.stdout + said.stderr).splitlines())), None)
+
+
+def about_hop(hop: Hop, listeners: Listeners, capabilities: frozenset[str]) -> Iterator[Finding]:
+    """Say who listens at each address of a hop."""
+    if listeners.error:
+        advice = "on this system hops are known by their ports alone"
+        yield Finding(f"hop {hop.name}", "note", f"who listens is not known: {listeners.error}", advice)
+        return
+    for endpoint in hop.listen:
+        inodes = [row.inode for row in listeners.rows if listens(row, endpoint)]
+        programs = [listeners.programs[inode] for inode in inodes if inode in listeners.programs]
+        if not inodes:
+            advice = "start the proxy, or correct --hop; this has to run in the proxy's network namespace"
+            yield Finding(f"hop {hop.name}", "attention", f"nobody listens on {endpoint}", advice)
+        elif not programs:
+            missing = " and ".join(sorted({"CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH"} - capabilities))
+            lacks = f": this process lacks {missing}" if missing else ""
+            found = f"listens on {endpoint}; its process may not be looked into{lacks}"
+            advice = "without it a client's connection may be taken for another program's; run as its user, or as root"
+            yield Finding(f"hop {hop.name}", "note", found, advice)
+        else:
+            yield _about_program(hop, endpoint, min(programs, key=lambda program: program.pid))
+
+
+def _about_program(hop: Hop, endpoint: Endpoint, program: Program) -> Finding:
+    installed = f" ({program.version} is installed)" if program.version else ""
+    found = f"{program.name} (pid {program.pid}) listens on {endpoint}{installed}"
+    if program.name in _CONTAINER_DOORS:
+        advice = "its container has sockets of its own: run tokengap there (docker run --network container:NAME)"
+        return Finding(f"hop {hop.name}", "attention", f"{found} for a container", advice)
+    if program.name in _HTTP2:
+        advice = "clients on HTTP/2 share a connection, in which the kernel cannot tell their streams apart"
+        return Finding(f"hop {hop.name}", "note", found, advice)
+    return Finding(f"hop {hop.name}", "ok", found)
