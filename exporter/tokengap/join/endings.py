@@ -136,9 +136,9 @@ def end(
     kept: list[tuple[int, float]] = []
     room = round(leaked)
     for hop, since in reversed(limbo):  # the youngest are the likeliest to be there still
-        if since >= at or (page is None and at - since < 3 * beat):
+        if page is None and at - since < 3 * beat:
             kept.append((hop, since))
-        elif spare > 0:
+        elif spare > 0 and since < at:
             spare -= 1
             add(last, "orphaned")
         elif room > 0:
