@@ -120,7 +120,8 @@ class ProcessTable:
     """What the process table of this host says about the topology. Refreshed rarely.
 
     ``owners`` answers the questions of the join: for an asked socket inode the hop whose processes hold it, or ``""``
-    when another process does, or nobody known does; an inode is missing while it is not answered (no permission).
+    when another process does, or nobody known does; an inode is missing while it is not answered (no permission). The
+    exporter's own sockets are always among them.
     ``slots`` is ``--max-num-seqs`` times data-parallel size from an engine's command line, by engine name, where it
     stands there.
     """

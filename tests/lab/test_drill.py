@@ -137,13 +137,16 @@ async def test_a_leak_is_found_and_named(through, leak):
 @pytest.mark.e2e
 @pytest.mark.parametrize("through", ["nginx", "haproxy", "envoy", "direct"])
 async def test_where_nothing_leaks_nothing_is_found(through):
-    """A token for each who left while being served, at most; who left is cancelled, and all at the hop are there."""
+    """Only what was on the way to the one who left while being served; who left is cancelled, the others are there.
+
+    HAProxy sends with MSG_MORE, and the kernel holds small pieces back for up to 0.2 s (tcp(7), TCP_CORK).
+    """
     ran = await tokengap("drill", "--through", through, *QUICK)
     assert ran.code == 0, ran
     truth, measured = ran.json["truth"], ran.json["measured"]
     assert (ran.json["passed"], truth["tokens_out_total"]) == (True, measured["tokens_out_total"])
-    assert truth["gap"] <= 8
-    assert measured["gap"] <= truth["gap"] + 8
+    assert truth["gap"] <= (0.2 * 400 if through == "haproxy" else 0) + 8
+    assert measured["gap"] == pytest.approx(truth["gap"], abs=8)
     _agree(truth, measured)
     assert measured["cancelled_orphan"] == pytest.approx(truth["cancelled_orphan"], abs=1)
 

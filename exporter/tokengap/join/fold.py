@@ -378,7 +378,8 @@ def _streams_now(
 ) -> tuple[StreamTable, tuple[StreamGroup, ...]]:
     """Make the table of streams (one row a request) and the groups (one row a request at each hop it passes)."""
     seg, path, held, at = seen.segments, seen.path, seen.held, readings.at
-    flying = np.isnan(seg["ended"]) & ~seg["trial"] & (seg["client"] >= 0)
+    # What has lost its carrier is as good as over; how it ended is decided in the next beat.
+    flying = np.isnan(seg["ended"]) & np.isnan(seg["missed"]) & ~seg["trial"] & (seg["client"] >= 0)
     # A request that passes several hops has a segment at each; the innermost one stands for it.
     inner = path.inner
     innermost = flying & ~((inner >= 0) & flying[inner])

@@ -234,6 +234,7 @@ def advance(
     _find_clients(seg, now, side, edges, state.ratio, at, blur)
     parent, inner = _links(seg, now)
     seg = _at_rest(seg, now, inner, engines, headers, at, topology.interval)
+    _believe_brief(seg, engines, edges, at)
     seg = _own(seg, at)
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
@@ -282,7 +283,10 @@ def _hear_owners(
             edges.add((names[owner], int(seg["to_hop"][i] if to_hop else seg["engine"][i]), to_hop))
         elif owner is not None:
             seg["owner"][i] = FOREIGN
-    return seg, np.union1d(state.foreign, seg["carrier"][seg["owner"] == FOREIGN]), frozenset(edges)
+    no_hops = [inode for inode, owner in owners.items() if owner not in names]
+    strangers = now.rows["cookie"][np.isin(now.rows["inode"], no_hops)]
+    foreign = np.union1d(np.union1d(state.foreign, strangers), seg["carrier"][seg["owner"] == FOREIGN])
+    return seg, foreign, frozenset(edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -794,6 +798,27 @@ def _await_clients(seg: Segments, now: Tracked, engines: Mapping[int, InEngine],
         mine = doubtful & (seg["engine"] == engine)
         if engine in engines and int(mine.sum()) > engines[engine].finished:
             seg["ended"][mine] = np.nan
+
+
+def _believe_brief(
+    seg: Segments, engines: Mapping[int, InEngine], edges: frozenset[tuple[int, int, bool]], at: float
+) -> None:
+    """Take what came and went within one beat for streams, the longest answers first, as far as the engine finished
+    more requests than we saw end. The others were polls."""
+    over = (seg["ended"] == at) & (seg["engine"] >= 0)
+    brief = over & seg["trial"] & (seg["born"] == at) & ~np.isnan(seg["answered"])
+    for engine in np.unique(seg["engine"][brief]):
+        mine = seg["engine"] == engine
+        if engine in engines:
+            unexplained = int(engines[engine].finished) - int((over & mine & ~seg["trial"]).sum())
+            longest = np.flatnonzero(brief & mine)[np.argsort(-seg["supply"][brief & mine], kind="stable")]
+            believed = longest[: max(unexplained, 0)]
+            seg["trial"][believed] = False
+            # Nobody saw its client. It was answered to the end, so it is taken for one that stayed.
+            alone = believed[seg["down"][believed] == 0]
+            hops = [hop for hop, target, is_hop in sorted(edges) if target == engine and not is_hop]
+            if hops:
+                seg["client"][alone], seg["hop"][alone] = CONNECTED, hops[0]
 
 
 def _own(seg: Segments, at: float) -> Segments:

@@ -7,6 +7,7 @@ at first, all others rarely, and never more than a fiftieth of the time. What ma
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +73,9 @@ class Processes:
                 self._answers.update(found.owners)
                 self._slots = found.slots
                 answers |= {inode: owner for inode, owner in found.owners.items() if inode in questions}
-        return ProcessTable(owners=answers, slots=self._slots)
+        # Our own sockets without being asked: our reads of an engine's page go where the streams go.
+        own = dict.fromkeys(holders((os.getpid(),), None).pids, "")
+        return ProcessTable(owners=own | answers, slots=self._slots)
 
     def _recall(self, questions: frozenset[int], now: float) -> dict[int, str]:
         if now - self._turned > _FORGET_SECONDS or len(self._answers) > _MOST_ANSWERS:
