@@ -123,9 +123,14 @@ def behind(*hops: tuple[str, int], engine: int | None = None) -> Topology:
     return Topology(engines, tuple(Hop(name, (Endpoint(None, port),), ("e",)) for name, port in hops))
 
 
+def told(table: ProcessTable, asked: frozenset[int]) -> dict[int, str]:
+    """What was answered of what was asked; our own sockets are told unasked."""
+    return {inode: owner for inode, owner in table.owners.items() if inode in asked}
+
+
 async def owners(topology: Topology, *inodes: int) -> dict[int, str]:
-    table = await Processes().read(topology, frozenset(inodes))
-    return dict(table.owners)
+    asked = frozenset(inodes)
+    return told(await Processes().read(topology, asked), asked)
 
 
 async def test_both_sockets_of_a_hop_are_its_own_and_a_clients_is_not() -> None:
@@ -229,8 +234,9 @@ async def test_what_may_not_be_seen_is_unanswered_but_command_lines_are_open(tmp
     ):
         client, downstream = edge.accept()
         with client, nobody():
-            table = await Processes().read(behind(("edge", edge.port), engine=port), frozenset({downstream}))
-    assert table == ProcessTable(owners={}, slots={"e": 4})
+            asked = frozenset({downstream})
+            table = await Processes().read(behind(("edge", edge.port), engine=port), asked)
+    assert (told(table, asked), table.slots) == ({}, {"e": 4})
 
 
 async def test_answers_are_kept_while_asked_for_and_then_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,28 +245,35 @@ async def test_answers_are_kept_while_asked_for_and_then_forgotten(monkeypatch: 
     with started() as edge:
         client, downstream = edge.accept()
         client.close()
-        topology = behind(("edge", edge.port))
-        assert (await source.read(topology, frozenset({downstream}))).owners == {downstream: "edge"}
+        topology, asked = behind(("edge", edge.port)), frozenset({downstream})
+        assert told(await source.read(topology, asked), asked) == {downstream: "edge"}
     for _ in range(3):  # the process is gone: only memory can answer
-        assert (await source.read(topology, frozenset({downstream}))).owners == {downstream: "edge"}
+        assert told(await source.read(topology, asked), asked) == {downstream: "edge"}
     monkeypatch.setattr(processes, "_FORGET_SECONDS", 0.0)
     for _ in range(3):  # asked for in each turn of the memory
-        assert (await source.read(topology, frozenset({downstream}))).owners == {downstream: "edge"}
+        assert told(await source.read(topology, asked), asked) == {downstream: "edge"}
     for _ in range(2):
         await source.read(topology, frozenset())
-    assert (await source.read(topology, frozenset({downstream}))).owners != {downstream: "edge"}
+    assert told(await source.read(topology, asked), asked) != {downstream: "edge"}
+
+
+async def test_our_own_sockets_are_told_unasked() -> None:
+    """The exporter reads an engine's page where streams go, and must not take its own connection for one."""
+    with socket.socket() as own:
+        table = await Processes().read(Topology(), frozenset())
+        assert table.owners[inode_of(own)] == ""
 
 
 async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many inodes are asked for, no more than two turns of answers are kept."""
     monkeypatch.setattr(processes, "_MOST_ANSWERS", 10)
-    monkeypatch.setattr(processes, "holders", lambda _pids, inodes: host.Held({i: frozenset() for i in inodes}))
+    monkeypatch.setattr(processes, "holders", lambda _pids, inodes: host.Held({i: frozenset() for i in inodes or ()}))
     monkeypatch.setattr(processes, "_EVERYONE_SECONDS", 0.0)
     monkeypatch.setattr(processes, "_REST_FACTOR", 0)
     source = Processes()
     for beat in range(50):
         asked = frozenset(range(1 + beat * 10, 11 + beat * 10))
-        assert (await source.read(Topology(), asked)).owners.keys() == asked
+        assert told(await source.read(Topology(), asked), asked).keys() == asked
     assert len(source._answers) + len(source._older) <= 50
 
 
@@ -286,7 +299,7 @@ async def test_a_slow_walk_outlasts_its_beat_and_is_not_started_twice(monkeypatc
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(source.read(topology, asked), 0.02)
             go_on.set()
-            assert (await source.read(topology, asked)).owners == {downstream: "edge"}
+            assert told(await source.read(topology, asked), asked) == {downstream: "edge"}
     assert walks == 1
 
 
@@ -298,7 +311,7 @@ async def test_unanswerable_questions_do_not_cost_a_walk_in_every_beat(monkeypat
     def counted(pids: object, inodes: frozenset[int]) -> host.Held:
         nonlocal full
         found = see(pids, inodes)  # type: ignore[arg-type]  # passed through
-        full += os.getpid() in pids  # type: ignore[operator]  # the test is one of all processes and of no hop
+        full += inodes is not None and os.getpid() in pids  # type: ignore[operator]  # the test is one of all processes
         return host.Held(found.pids, frozenset({1}))
 
     monkeypatch.setattr(processes, "holders", counted)
@@ -316,8 +329,8 @@ async def test_another_topology_is_another_question() -> None:
         client, downstream = edge.accept()
         with client:
             asked = frozenset({downstream})
-            assert (await source.read(behind(("edge", edge.port)), asked)).owners == {downstream: "edge"}
-            assert (await source.read(behind(("outer", edge.port)), asked)).owners == {downstream: "outer"}
+            assert told(await source.read(behind(("edge", edge.port)), asked), asked) == {downstream: "edge"}
+            assert told(await source.read(behind(("outer", edge.port)), asked), asked) == {downstream: "outer"}
 
 
 async def test_the_first_that_holds_a_socket_of_two_hops_is_the_outermost() -> None:
