@@ -43,8 +43,9 @@ test-unit: $(VENV)/dev.stamp ## only the tests that start no other program
 	$(BIN)/pytest -m "not long and not e2e"
 
 .PHONY: test-long
-test-long: parts $(VENV)/dev.stamp ## the tests that take minutes
+test-long: parts $(VENV)/dev.stamp ## the tests that take minutes, and a search for new examples of properties
 	$(BIN)/pytest -m long --timeout 1800
+	$(BIN)/pytest -m "not long and not e2e" --hypothesis-profile search --timeout 1800
 
 .PHONY: check
 check: $(VENV)/dev.stamp ## format, lint, types, layers, then the tests

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 
 import aiohttp
@@ -182,8 +183,16 @@ async def prometheus(directory: Path, target: str) -> AsyncIterator[str]:
         *(program, f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data"),
         f"--web.listen-address={LOOPBACK}:{port}",
     )
-    async with running(Part("prometheus", command, (port,)), directory):
-        yield f"http://{LOOPBACK}:{port}"
+    url = f"http://{LOOPBACK}:{port}"
+    async with running(Part("prometheus", command, (port,)), directory), aiohttp.ClientSession() as session:
+        deadline = time.monotonic() + 20
+        while True:  # it accepts connections before it answers queries
+            async with session.get(f"{url}/-/ready") as answer:
+                if answer.status == HTTPStatus.OK:
+                    break
+            assert time.monotonic() < deadline, "prometheus is not ready within 20 s"
+            await asyncio.sleep(0.1)
+        yield url
 
 
 async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path):

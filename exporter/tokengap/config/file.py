@@ -50,7 +50,7 @@ def read(path: Path) -> SettingsFile:
         raise SettingsError(f"{path}{_line(error)}: {error.problem or 'is not YAML'}") from error
     except yaml.YAMLError as error:
         raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    except (ValueError, RecursionError) as error:  # a date such as 2026-13-45; brackets a thousand deep
+    except RecursionError as error:  # brackets a thousand deep
         raise SettingsError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
     if values is None:
         values = {}
@@ -61,7 +61,12 @@ def read(path: Path) -> SettingsFile:
 
 def dotted(path: KeyPath) -> str:
     """Write a key path as people do: ``engines[0].slots``."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{_shown(step)}" for step in path).removeprefix(".")
+
+
+def _shown(key: str) -> str:
+    """A key as it is written, or quoted where that would break the line that a message is."""
+    return key if key.isprintable() else repr(key)
 
 
 class _Walk:
@@ -92,7 +97,7 @@ class _Walk:
             elif isinstance(node, yaml.MappingNode):
                 self._walked[node] = self._mapping(node, at)
             else:
-                self._walked[node] = self._loader.construct_object(node)
+                self._walked[node] = self._scalar(node)
             self._around.discard(node)
         return self._walked[node]
 
@@ -111,6 +116,15 @@ class _Walk:
             self._lines[(*at, key)] = own.get(key, node.start_mark.line + 1)
             plain[key] = self._plain(value_node, (*at, key))
         return plain
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        try:
+            return self._loader.construct_object(node)
+        except (ValueError, KeyError, AttributeError) as error:
+            # PyYAML lets these through: `2026-13-45`, `!!bool maybe`, `!!timestamp soon`.
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value!r} is no {node.tag.rpartition(':')[2]}", problem_mark=node.start_mark
+            ) from error
 
 
 def _key(node: yaml.Node) -> str:

@@ -4,7 +4,10 @@ Given the same readings it gives the same answer, so a recorded beat can be repl
 :func:`step` uses them:
 
 ``sockets``   which side of which hop each socket is, and what moved since the beat before
-``streams``   requests in flight, made from sockets; with ``pairing`` (whose client is whose) and ``client`` (its state)
+``streams``   requests in flight, made from sockets, each a record (``segments``)
+``matching``  whose client is whose; ``pairing`` has the comparisons
+``rest``      which quiet streams have finished
+``client``    is the client connected, stalled, vanished or gone
 ``endings``   how streams ended, and what an engine runs on without a socket
 ``ledger``    whose tokens were they, and did anybody get them
 ``queue``     how long the head of the queue has waited, and how much slack that leaves

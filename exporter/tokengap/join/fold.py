@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.join import endings, ledger, queue, streams, verdict
+from tokengap.join import endings, ledger, queue, rest, streams, verdict
 from tokengap.join.client import CONNECTED, VANISHED
+from tokengap.join.segments import Segments, stays
 from tokengap.readings import EnginePage, Reading, Readings, SocketSnapshot
 from tokengap.topology import ENGINE_HOP, Engine, Topology
 from tokengap.view import (
@@ -107,7 +108,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
     groups: tuple[StreamGroup, ...] = ()
     if seen is not None:
         segments = _put_back(seen.segments, credited)
-        stream_state = replace(stream_state, segments=segments[streams.stays(segments)])
+        stream_state = replace(stream_state, segments=segments[stays(segments)])
         seen = replace(seen, segments=segments)
         table, groups = _streams_now(seen, topology, readings)
 
@@ -244,9 +245,9 @@ def _engine(
     return memory, view, own
 
 
-def _in_engine(page: EnginePage, before: endings.Fates) -> streams.InEngine:
+def _in_engine(page: EnginePage, before: endings.Fates) -> rest.InEngine:
     finished = (page.finished or 0.0) - before.finished if before.finished is not None else 0.0
-    return streams.InEngine((page.running or 0.0) + (page.waiting or 0.0), finished)
+    return rest.InEngine((page.running or 0.0) + (page.waiting or 0.0), finished)
 
 
 def _own(seen: streams.Streams | None, index: int) -> ledger.Owned | None:
@@ -362,7 +363,7 @@ def _coverage(page: EnginePage | None, open_streams: int, gap: endings.Excess) -
     return 1.0 if requests <= 0 else min((open_streams + gap.leaked) / requests, 1.0)
 
 
-def _put_back(segments: streams.Segments, credited: Mapping[int, ledger.Owned]) -> streams.Segments:
+def _put_back(segments: Segments, credited: Mapping[int, ledger.Owned]) -> Segments:
     segments = segments.copy()
     for index, own in credited.items():
         segments[segments["engine"] == index] = own.segments

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
-from tokengap.join.streams import Segments, body
+from tokengap.join.segments import Segments, body
 from tokengap.readings import EnginePage
 from tokengap.view import Tokens
 

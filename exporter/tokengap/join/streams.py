@@ -4,29 +4,13 @@ The row of a hop's stream hangs on its *carrier*, the socket on which the answer
 for clients that connect to the engine directly, the engine's accepted socket. Requests are told apart by what the
 carrier sent, answers by what it received (for an engine's socket: the reverse).
 
-In flight or idle? One rule, stated here and applied in :func:`_at_rest`. A keep-alive upstream that carried an answer
-and is quiet now (no byte for a beat) has either finished or is paused, and the kernel shows both alike:
-
-=====================================  ========================================================================
-situation                              decision
-=====================================  ========================================================================
-request sent, no answer byte yet       in flight (queued or prefill, or an answer that is not streamed)
-a header and no more                   as "quiet" below: a small page answered at once looks the same
-answer bytes since the beat before     in flight
-a new request on the same socket       the old stream has ended, a new one begins
-carrier destroyed, or in CLOSE-WAIT    ended
-quiet, or its client just closed, and  in flight while the engine has requests to account for, the least silent first;
-engine's running + waiting known       else ended
-silent, and the engine finished more   ended, the most silent first
-than we saw end
-quiet, engine's counts not known       in flight for :data:`QUIET_PATIENCE`, then ended
-quiet, the client sends a new request  ended
-=====================================  ========================================================================
+:func:`advance` is one beat: what grew, what began (here), whose client is whose (``matching``), what has finished
+(``rest``), how each client is (``client``) and how far behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,89 +18,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE, VANISHED, Downstream, client_states
-from tokengap.join.pairing import Amounts, Requests, by_volume, in_order, pair
+from tokengap.join.matching import find_clients
+from tokengap.join.rest import InEngine, await_clients, believe_brief, end_finished
+from tokengap.join.segments import (
+    FOREIGN,
+    HEADER_MOST,
+    HEADER_SECONDS,
+    OWNED,
+    SEGMENT,
+    UNKNOWN_OWNER,
+    UNSEEN,
+    Segments,
+    body,
+    stays,
+)
 from tokengap.join.sockets import Sides, Tracked, connection_keys, follow, locate, nobody, sides
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot
 from tokengap.topology import Topology
-
-#: A client we never saw: not known to be there, not known to be gone. Never published as a client state.
-UNSEEN = -1
-
-#: Seconds for which a quiet stream counts as in flight when the engine does not say how many it has.
-QUIET_PATIENCE = 30.0
-
-#: Seconds of silence from which on a stream may have finished: longer than between two tokens of a busy engine.
-SILENT_SECONDS = 0.1
 
 #: Seconds after which an upstream request that a hop surely owns and that never had a client is an orphan: it was left
 #: before this exporter started, or within its first beat.
 NEVER_PAIRED_SECONDS = 2.0
 
-#: vLLM (any Starlette application) sends the header of a streamed answer when the request is accepted, long before the
-#: first token: at most so many bytes, within so many seconds. They are no sign of life of the model.
-HEADER_MOST, HEADER_SECONDS = 1024, 0.1
-
-#: The size of such a header where none was seen on its own.
-HEADER_USUAL = 200
-
 #: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
 #: the chunks acknowledges slightly other numbers of bytes than it received.
 REFRAMING = 0.03
-
-#: Seconds by which two sockets may disagree about the instant of the same request (a few ms through every proxy
-#: measured, 4 ms ticks, a busy event loop in between).
-SAME_INSTANT = 0.05
-
-#: Bytes that a proxy may hold back from a client that it serves (nginx with proxy_buffering on: two buffers of 8 KB).
-HELD_BACK = 16 * 1024
-
-UNKNOWN_OWNER, OWNED, FOREIGN = 0, 1, 2
-
-#: One request at one hop. Instants are monotonic seconds, NaN for "not yet".
-SEGMENT = np.dtype(
-    [
-        ("id", "i8"),
-        ("hop", "i4"),  # index of the hop; len(hops) for "directly at the engine"; -1 while no partner told
-        ("engine", "i4"),  # index of the engine it goes to; -1 when it goes to another hop
-        ("to_hop", "i4"),
-        ("carrier", "u8"),  # cookie of the socket the answer comes by
-        ("far_end", "u8"),  # the connection as seen from its other end (connection_keys)
-        ("down", "u8"),  # cookie of the client-facing socket; 0 never seen
-        ("asked", "f8"),
-        ("born", "f8"),  # first seen
-        ("answered", "f8"),  # first bytes beyond the header seen: its first token
-        ("grew", "f8"),  # newest answer byte seen
-        ("missed", "f8"),  # since when its carrier is closing, closed, or in no table
-        ("ended", "f8"),
-        ("gone", "f8"),  # since when the client is known to be gone or vanished, at this hop
-        ("client", "i1"),  # code of the client facing this hop, or UNSEEN
-        ("owner", "i1"),
-        ("no_room", "?"),  # in the beat before, the engine's count left no room for it
-        ("trial", "?"),  # may yet turn out to be a poll of some page, not a stream: no tokens are credited
-        ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
-        ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
-        ("base_up", "i8"),  # bytes on the carrier before this request
-        ("header", "i8"),  # bytes of the header, 0 while not seen on its own
-        ("supply", "i8"),  # answer bytes so far, header included
-        ("arrived", "i8"),  # of these, since the beat before
-        ("acked", "i8"),  # bytes acknowledged by the client facing this hop, since it was found
-        ("fresh", "f8"),  # answer bytes, header excluded, not yet credited with tokens
-        ("lag", "f8"),  # answer bytes minus what the outermost client acknowledged, in upstream bytes, since paired
-        ("level", "f8"),  # the lag at which all was delivered
-        ("behind", "f8"),  # answer bytes not yet acknowledged by the outermost client
-        ("tokens", "f8"),
-        ("useful", "f8"),
-        ("orphaned", "f8"),
-    ]
-)
-
-Segments = NDArray[Any]
-
-
-def body(segments: Segments) -> NDArray[np.int64]:
-    """Return the answer bytes of each stream that are not its header."""
-    header = np.where(segments["header"] > 0, segments["header"], HEADER_USUAL)
-    return np.asarray(np.maximum(segments["supply"] - header, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +98,6 @@ class Streams:
     returned: Segments  # what turned out to be no stream of ours; its tokens go back to whoever earned them
 
 
-@dataclass(frozen=True, slots=True)
-class InEngine:
-    """How many requests an engine has, running and waiting, and how many it finished since the beat before."""
-
-    requests: float
-    finished: float
-
-
 def start(topology: Topology) -> StreamState:
     """Return the state before the first beat. Hops without better knowledge forward where the topology says."""
     hop_index = {hop.name: i for i, hop in enumerate(topology.hops)}
@@ -228,13 +146,13 @@ def advance(
     ours = (seg["owner"] != FOREIGN) & ((row < 0) | carriers.is_carrier[row])
     seg, returned = seg[ours], seg[~ours]
     seg, taken = _grow(seg, now, carriers, side.engine_side >= 0, state.at, at, events=snapshot.events)
-    _await_clients(seg, now, engines, at)
+    await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
-    _find_clients(seg, now, side, edges, state.ratio, at, blur)
+    find_clients(seg, now, side, edges, state.ratio, at, blur)
     parent, inner = _links(seg, now)
-    seg = _at_rest(seg, now, inner, engines, headers, at, topology.interval)
-    _believe_brief(seg, engines, edges, at)
+    seg = end_finished(seg, now, inner, engines, headers, at, topology.interval)
+    believe_brief(seg, engines, edges, at)
     seg = _own(seg, at)
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
@@ -258,11 +176,6 @@ def advance(
     )
     clients = now.rows[now.find(seg[path.first]["down"])]
     return state, Streams(seg, path, _held(seg, now, side, at, topology.interval), clients, returned)
-
-
-def stays(seg: Segments) -> NDArray[np.bool_]:
-    """Mark the streams that the next beat needs: in flight, or not wholly delivered."""
-    return np.asarray(np.isnan(seg["ended"]) | seg["draining"], dtype=np.bool_)
 
 
 def _hear_owners(
@@ -327,7 +240,7 @@ def _carriers(
     question_age = np.where(direct, rows["last_data_recv"], rows["last_data_sent"])
     answer_age = np.where(direct, rows["last_data_sent"], rows["last_data_recv"])
     # A question of this beat may have its header already. An older one with a small early answer looks the same as a
-    # poll that was answered at once: that is for :func:`_at_rest` to tell.
+    # poll that was answered at once: that is for :func:`~tokengap.join.rest.end_finished` to tell.
     early = answer_age >= question_age - 1e3 * HEADER_SECONDS
     recent = ~now.known | (d_question > 0)
     small = np.where(now.known, d_answer, answer) <= HEADER_MOST
@@ -470,357 +383,6 @@ def _born(
     return np.concatenate([seg, born]), state.next_id + len(at_rows)
 
 
-def _find_clients(
-    seg: Segments,
-    now: Tracked,
-    side: Sides,
-    edges: frozenset[tuple[int, int, bool]],
-    ratio: NDArray[np.float64],
-    at: float,
-    blur: float,
-) -> None:
-    """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom."""
-    for hop in np.unique(side.down[side.down >= 0]):
-        mine = (seg["hop"] == hop) | (seg["hop"] == UNSEEN)
-        targets = [(target, "to_hop" if is_hop else "engine") for h, target, is_hop in edges if h == hop]
-        mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
-        # First with the clients of before, for those that have closed by now still tell whose they were.
-        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-        _claim_closed(seg, now, side, mine, int(hop), ratio, at)
-        _pair_free(seg, now, side, mine, int(hop), at, blur)
-        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-        burst = _burst(seg, now, mine, int(hop), ratio, at)
-        left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody who was gone
-        seg["down"][left], seg["client"][left], seg["gone"][left] = 0, GONE, at
-
-
-def _claim_closed(
-    seg: Segments,
-    now: Tracked,
-    side: Sides,
-    mine: NDArray[np.bool_],
-    hop: int,
-    ratio: NDArray[np.float64],
-    at: float,
-) -> None:
-    """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
-    they got. Their instants are not known, but the amount of a whole answer is."""
-    loose = (side.down == hop) & now.ended & (locate(np.unique(seg["down"]), now.rows["cookie"]) < 0)
-    per_byte = ratio[hop, 1] / ratio[hop, 0]
-    got = (now.track["written"] - now.track["begun"]) * per_byte
-    clients = np.flatnonzero(loose & (got > HEADER_MOST))
-    burst = _burst(seg, now, mine, hop, ratio, at)
-    asking = np.flatnonzero(~burst.mute & (burst.hungry | (seg["down"][burst.rows] == 0)))
-    if len(clients) and len(asking):
-        anytime = np.zeros(max(len(asking), len(clients)))
-        up = Amounts(burst.came_up[asking], burst.came_lately[asking], anytime[: len(asking)])
-        down = Amounts(got[clients], now.d_written[clients] * per_byte, anytime[: len(clients)])
-        pairs = by_volume(up, down, tolerance=0.0)
-        for i, j in pairs:
-            _join(seg, burst.rows[asking[i]], now, clients[j], hop)
-
-
-def _pair_free(
-    seg: Segments, now: Tracked, side: Sides, mine: NDArray[np.bool_], hop: int, at: float, blur: float
-) -> None:
-    """Pair the streams of a hop that have no client with its clients that have no stream."""
-    flying = np.isnan(seg["ended"])
-    fresh_end = seg["ended"] == at
-    rows = now.find(seg["down"])
-    listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
-    needy = mine & ~listens & (seg["carrier"] != seg["down"]) & (flying | (fresh_end & (seg["down"] == 0)))
-    # A client that closes having got what its stream brought was its client: it left, or had everything.
-    got = now.track["written"][rows] - now.track["begun"][rows]
-    settled = now.ended[rows] & (rows >= 0) & ~np.isnan(seg["answered"]) & (got > HEADER_MOST)
-    needy &= ~(settled & (np.abs(got - seg["supply"]) <= 0.1 * seg["supply"] + 2 * HEADER_MOST))
-
-    # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
-    # neither, and must not be taken for the client of another stream of the same burst.
-    asks_the_same = np.abs(now.track["asked"][rows] - seg["asked"]) <= 2 * SAME_INSTANT + blur
-    held = listens & (flying | (fresh_end & asks_the_same))
-    busy = locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0
-    waits = now.rows["last_data_sent"] >= now.rows["last_data_recv"] - 1e3 * HEADER_SECONDS
-    free = (side.down == hop) & ~now.ended & ~busy & (now.rows["bytes_received"] != 0)
-    free &= (~now.known | waits | (now.d_written > 0)) & ((now.rows["state"] == ESTABLISHED) | ~now.known)
-
-    wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
-    if len(wanting) and len(candidates):
-        matches = pair(
-            Requests(
-                seg["asked"][wanting],
-                now.rows["inode"][now.find(seg["carrier"][wanting])],
-                ~np.isnan(seg["answered"][wanting]),
-                (seg["down"][wanting] == 0) & ~seg["trial"][wanting],
-            ),
-            Requests(
-                now.track["asked"][candidates],
-                now.rows["inode"][candidates],
-                ~waits[candidates],
-                now.known[candidates],
-            ),
-            tolerance=SAME_INSTANT + blur,
-        )
-        for i, j in matches:
-            _join(seg, wanting[i], now, candidates[j], hop)
-    _share(seg, now, side, hop, needy, blur)
-
-
-def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> None:
-    """Write the pair down: stream ``i`` has the client on socket ``row`` of ``hop``."""
-    seg["down"][i] = now.rows["cookie"][row]
-    seg["hop"][i] = hop
-    seg["owner"][i] = OWNED
-    seg["trial"][i] = False
-    seg["gone"][i] = np.nan
-    seg["client"][i] = CONNECTED
-    seg["acked"][i] = 0
-    seg["lag"][i] = np.nan
-
-
-def _share(seg: Segments, now: Tracked, side: Sides, hop: int, needy: NDArray[np.bool_], blur: float) -> None:
-    """Several requests on one client socket (HTTP/2): the kernel tells the newest one's instant, so find those."""
-    alone = np.flatnonzero(needy & (seg["down"] == 0) & np.isnan(seg["ended"]))
-    if not len(alone):
-        return
-    busy = locate(np.sort(seg["down"][np.isnan(seg["ended"])]), now.rows["cookie"]) >= 0
-    asking = (side.down == hop) & ~now.ended & (now.rows["state"] == ESTABLISHED) & now.known & (now.d_received > 1)
-    sockets = np.flatnonzero(asking & busy)
-    for i in alone if len(sockets) else ():
-        gap = np.abs(now.track["asked"][sockets] - seg["asked"][i])
-        if gap.min() <= SAME_INSTANT + blur:
-            row = sockets[gap.argmin()]
-            _join(seg, i, now, row, hop)
-            seg["shared"] |= seg["down"] == now.rows["cookie"][row]
-
-
-def _sort_out(
-    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float, blur: float
-) -> None:
-    """Correct the pairs of requests that came in one burst, where instants alone did not tell whose client is whose.
-
-    ====================================================  ====================================================
-    what contradicts the pair                             what is exchanged
-    ====================================================  ====================================================
-    a waiting stream ended, its client is still there;    their clients: the proxy closed both sides of one
-    another waits on, and its client is gone
-    the client got other amounts than its stream          clients between streams, so that amounts agree
-    a client that closed had got what its stream did not  clients, so that it had a stream that brought as much or more
-    more arrived than any proxy holds back, and the       the client goes to a stream that waits without one;
-    client never got a token                              if there is none and the stream is over: it had left
-    ====================================================  ====================================================
-    """
-    tolerance = 2 * SAME_INSTANT + blur
-    for rule in (_cut_together, _by_amount, _left_midway, _never_fed):
-        burst = _burst(seg, now, mine, hop, ratio, at)
-        if len(burst.rows) < 2:
-            return
-        for a, b in rule(burst, tolerance):
-            both = np.array([burst.rows[a], burst.rows[b]])
-            for column in ("down", "acked", "client", "gone"):
-                seg[column][both] = seg[column][both[::-1]]
-            # Measured anew: what came, less what this client had acknowledged, both as of the beat before.
-            came = seg["supply"][both] - seg["arrived"][both]
-            seg["lag"][both] = came - seg["acked"][both] * ratio[hop, 1] / ratio[hop, 0]
-            seg["level"][both] = 0.0
-            seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
-
-
-@dataclass(frozen=True, slots=True)
-class _Burst:
-    """The streams of one hop, with their clients, as far as pairs can be confused. ``rows`` are rows of the segments.
-
-    ``there``: the client is connected. ``waits``: it got no more than a header. ``mute``: its stream brought no more.
-    ``over``: its stream's carrier has closed. ``amiss``: amounts differ by more than framing and what is under way.
-    ``hungry``: more came than any proxy holds back, and it got nothing.
-    """
-
-    rows: NDArray[np.intp]
-    asked_up: NDArray[np.float64]
-    asked_down: NDArray[np.float64]
-    came_up: NDArray[np.float64]
-    came_lately: NDArray[np.float64]
-    went_down: NDArray[np.float64]
-    went_lately: NDArray[np.float64]
-    seen: NDArray[np.bool_]
-    there: NDArray[np.bool_]
-    waits: NDArray[np.bool_]
-    mute: NDArray[np.bool_]
-    over: NDArray[np.bool_]
-    amiss: NDArray[np.bool_]
-    hungry: NDArray[np.bool_]
-
-
-def _burst(
-    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float
-) -> _Burst:
-    over = (seg["ended"] == at) | (np.isnan(seg["ended"]) & ~np.isnan(seg["missed"]))
-    rows = np.flatnonzero(mine & (np.isnan(seg["ended"]) | over) & ~seg["shared"] & (seg["carrier"] != seg["down"]))
-    some, down = seg[rows], now.find(seg["down"][rows])
-    track = now.track[down]
-    seen = down >= 0
-    there = seen & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED)
-    per_byte = ratio[hop, 1] / ratio[hop, 0]
-    went_down = np.where(seen, track["written"] - track["begun"], 0) * per_byte
-    waits = went_down <= HEADER_MOST
-    came_up = some["supply"].astype(np.float64)
-    return _Burst(
-        rows=rows,
-        asked_up=some["asked"],
-        asked_down=track["asked"],
-        came_up=came_up,
-        came_lately=some["arrived"].astype(np.float64),
-        went_down=went_down,
-        went_lately=np.where(seen, now.d_written[down], 0) * per_byte,
-        seen=seen,
-        there=there,
-        waits=waits,
-        mute=np.isnan(some["answered"]),
-        over=over[rows],
-        amiss=np.abs(went_down - came_up) > 0.1 * np.maximum(went_down, came_up) + 2 * HEADER_MOST,
-        hungry=there & waits & (some["acked"] <= HEADER_MOST) & (some["supply"] > HELD_BACK),
-    )
-
-
-def _cut_together(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
-    cut = np.flatnonzero(burst.over & burst.mute & burst.there & burst.waits)
-    left = np.flatnonzero(~burst.over & burst.mute & ~burst.there)
-    for i, j in in_order(burst.asked_up[left], burst.asked_down[cut], tolerance):
-        yield cut[j], left[i]
-
-
-def _by_amount(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
-    fed, flowing = burst.amiss & burst.seen & ~burst.waits, burst.amiss & ~burst.mute
-    yield from _as_amounts_agree(burst, fed, flowing, tolerance, partly=False)
-
-
-def _left_midway(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
-    closed = burst.amiss & burst.seen & ~burst.waits & burst.mute & ~burst.there
-    yield from _as_amounts_agree(burst, closed, burst.amiss & ~burst.mute & burst.waits, tolerance, partly=True)
-
-
-def _as_amounts_agree(
-    burst: _Burst, clients: NDArray[np.bool_], streams: NDArray[np.bool_], tolerance: float, *, partly: bool
-) -> Iterator[tuple[np.intp, np.intp]]:
-    fed, flowing = np.flatnonzero(clients), np.flatnonzero(streams)
-    up = Amounts(burst.came_up[flowing], burst.came_lately[flowing], burst.asked_up[flowing])
-    down = Amounts(burst.went_down[fed], burst.went_lately[fed], burst.asked_down[fed])
-    pairs = by_volume(up, down, tolerance=tolerance, partly=partly)
-    holder = {int(row): int(row) for row in fed}  # which stream has the client that this one had at first
-    for i, j in pairs:
-        stream, client = int(flowing[i]), int(fed[j])
-        if holder[client] != stream:
-            yield np.intp(holder[client]), np.intp(stream)
-            moved = next((at_first for at_first, now_at in holder.items() if now_at == stream), None)
-            if moved is not None:
-                holder[moved] = holder[client]
-            holder[client] = stream
-
-
-def _never_fed(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
-    hungry = np.flatnonzero(burst.hungry)
-    lonely = np.flatnonzero(~burst.over & burst.mute & ~burst.there)
-    for i, j in in_order(burst.asked_up[lonely], burst.asked_down[hungry], tolerance):
-        yield hungry[j], lonely[i]
-
-
-def _at_rest(
-    seg: Segments,
-    now: Tracked,
-    inner: NDArray[np.intp],
-    engines: Mapping[int, InEngine],
-    headers: NDArray[np.int64],
-    at: float,
-    interval: float,
-) -> Segments:
-    """End the streams that have finished on a socket that stays (the table in this module's docstring)."""
-    flying = np.isnan(seg["ended"])
-    mute = np.isnan(seg["answered"])
-    counted = flying & np.isnan(seg["missed"])  # the others are closing
-    answered = counted & (seg["supply"] > 0)  # if only by what may be a header, or all of a small answer
-    carrier = now.rows[now.find(seg["carrier"])]
-    answer_age = np.where(seg["carrier"] == seg["down"], carrier["last_data_sent"], carrier["last_data_recv"])
-    silence = np.where(answer_age >= 0, answer_age / 1e3, at - seg["grew"])
-    quiet = answered & (silence >= 0.9 * interval) & (seg["grew"] < at)
-    question_age = np.where(seg["carrier"] == seg["down"], carrier["last_data_recv"], carrier["last_data_sent"])
-    at_once = answer_age >= question_age - 1e3 * HEADER_SECONDS
-
-    rows = now.find(seg["down"])
-    moved_on = (rows >= 0) & (seg["carrier"] != seg["down"]) & ~seg["shared"]
-    moved_on &= now.track["asked"][rows] > seg["grew"]
-    carried_on = (inner >= 0) & flying[inner]
-    over = quiet & (moved_on | (seg["trial"] & ~mute) | ((seg["to_hop"] >= 0) & ~carried_on))
-
-    # A header of the size that this engine is known to send belongs to a stream that waits; an answer that is as small
-    # and is not that is likely a poll.
-    known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
-    as_known = mute & (known_header > 0) & (seg["supply"] == known_header)
-    just_closed = (seg["down"] > 0) & np.isnan(seg["gone"]) & ((rows < 0) | now.ended[rows])
-    cut = just_closed & now.ended[now.find(seg["carrier"])]  # both sides at once: finished, or not
-    just_closed &= ~mute | ((known_header > 0) & ~as_known)  # a stream that waits has not finished
-    rank = np.where(as_known, 0.0, silence + SAME_INSTANT * just_closed)
-    rank += np.where(mute & ~as_known & (known_header > 0), 1e6, 0.0) + np.where(mute & (seg["down"] == 0), 1e3, 0.0)
-
-    denied = seg["no_room"].copy()
-    seg["no_room"] = False
-    undecided = answered & ~over & (seg["engine"] >= 0)
-    for engine in np.unique(seg["engine"][undecided]):
-        mine = np.flatnonzero(undecided & (seg["engine"] == engine))
-        if engine not in engines:
-            over[mine] = quiet[mine] & (silence[mine] > QUIET_PATIENCE)
-            continue
-        here = (seg["engine"] == engine) & ~seg["trial"]
-        room = max(int(engines[engine].requests) - int((here & counted & ~answered).sum()), 0)
-        by_rank = mine[np.argsort(rank[mine], kind="stable")]
-        no_room = by_rank[room:]
-        # Twice for those that are merely quiet: the page is read after the sockets, and may know of an end elsewhere.
-        over[no_room] = (quiet[no_room] & denied[no_room]) | just_closed[no_room]
-        seg["no_room"][no_room] = True
-        # There is room for this one, and was in the beat before, or for all: it is what the engine counts. Unless its
-        # answer came at once, as that of a poll does: then only more of it will tell.
-        fits, poll_like = by_rank[:room], at_once & ~mute
-        crowded = bool((~poll_like[no_room]).any())
-        seg["trial"][fits] &= ((seg["born"][fits] >= at) & crowded) | poll_like[fits]
-        # The engine finished more than we saw end: the longest silent of these, without waiting for another beat.
-        unexplained = int(engines[engine].finished) - int((here & (over | (seg["ended"] == at)) & ~cut).sum())
-        silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room]]
-        over[silent[::-1][: max(unexplained, 0)]] = True
-    seg["ended"] = np.where(over, at, seg["ended"])
-    return seg
-
-
-def _await_clients(seg: Segments, now: Tracked, engines: Mapping[int, InEngine], at: float) -> None:
-    """Put off the end of streams whose upstream closed while their client is still there, for one beat, unless the
-    engine finished as many: the client may be closing at this moment, and then it had left."""
-    down = now.find(seg["down"])
-    there = (down >= 0) & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED) & (seg["carrier"] != seg["down"])
-    doubtful = (seg["ended"] == at) & (seg["missed"] == at) & there & (seg["engine"] >= 0)
-    for engine in np.unique(seg["engine"][doubtful]):
-        mine = doubtful & (seg["engine"] == engine)
-        if engine in engines and int(mine.sum()) > engines[engine].finished:
-            seg["ended"][mine] = np.nan
-
-
-def _believe_brief(
-    seg: Segments, engines: Mapping[int, InEngine], edges: frozenset[tuple[int, int, bool]], at: float
-) -> None:
-    """Take what came and went within one beat for streams, the longest answers first, as far as the engine finished
-    more requests than we saw end. The others were polls."""
-    over = (seg["ended"] == at) & (seg["engine"] >= 0)
-    brief = over & seg["trial"] & (seg["born"] == at) & ~np.isnan(seg["answered"])
-    for engine in np.unique(seg["engine"][brief]):
-        mine = seg["engine"] == engine
-        if engine in engines:
-            unexplained = int(engines[engine].finished) - int((over & mine & ~seg["trial"]).sum())
-            longest = np.flatnonzero(brief & mine)[np.argsort(-seg["supply"][brief & mine], kind="stable")]
-            believed = longest[: max(unexplained, 0)]
-            seg["trial"][believed] = False
-            # Nobody saw its client. It was answered to the end, so it is taken for one that stayed.
-            alone = believed[seg["down"][believed] == 0]
-            hops = [hop for hop, target, is_hop in sorted(edges) if target == engine and not is_hop]
-            if hops:
-                seg["client"][alone], seg["hop"][alone] = CONNECTED, hops[0]
-
-
 def _own(seg: Segments, at: float) -> Segments:
     """Decide about upstream requests that never had a client: the hop's orphan, or not known."""
     flying = np.isnan(seg["ended"])
@@ -882,7 +444,9 @@ def _chain(seg: Segments, parent: NDArray[np.intp], inner: NDArray[np.intp]) -> 
         before = parent[linked]
         first[linked] = first[before]
         client[linked] = np.where(client[before] != UNSEEN, client[before], client[linked])
-        leaks_at[linked] = np.where(leaks_at[before] >= 0, leaks_at[before], leaks_at[linked])
+        # A hop that has let go, in this beat, does not hold on: it is the next one, if that has a client that is gone.
+        holds = (leaks_at[before] >= 0) & (np.isnan(seg["ended"][before]) | (leaks_at[linked] < 0))
+        leaks_at[linked] = np.where(holds, leaks_at[before], leaks_at[linked])
     return Path(first, leaks_at, client, inner)
 
 

@@ -1,0 +1,274 @@
+"""Whose client is whose: every upstream request finds its client-facing socket, and keeps it while nothing contradicts.
+
+Instants propose, amounts decide (:mod:`tokengap.join.pairing` has the comparisons; here they meet the records).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokengap.join.client import CONNECTED, GONE
+from tokengap.join.pairing import Amounts, Requests, by_volume, in_order, pair
+from tokengap.join.segments import HEADER_MOST, HEADER_SECONDS, OWNED, SAME_INSTANT, UNSEEN, Segments
+from tokengap.join.sockets import Sides, Tracked, locate
+from tokengap.readings import ESTABLISHED
+
+#: Bytes that a proxy may hold back from a client that it serves (nginx with proxy_buffering on: two buffers of 8 KB).
+HELD_BACK = 16 * 1024
+
+
+def find_clients(
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    edges: frozenset[tuple[int, int, bool]],
+    ratio: NDArray[np.float64],
+    at: float,
+    blur: float,
+) -> None:
+    """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom."""
+    for hop in np.unique(side.down[side.down >= 0]):
+        mine = (seg["hop"] == hop) | (seg["hop"] == UNSEEN)
+        targets = [(target, "to_hop" if is_hop else "engine") for h, target, is_hop in edges if h == hop]
+        mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
+        # First with the clients of before, for those that have closed by now still tell whose they were.
+        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
+        _claim_closed(seg, now, side, mine, int(hop), ratio, at)
+        _pair_free(seg, now, side, mine, int(hop), at, blur)
+        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
+        burst = _burst(seg, now, mine, int(hop), ratio, at)
+        left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody who was gone
+        seg["down"][left], seg["client"][left], seg["gone"][left] = 0, GONE, at
+
+
+def _claim_closed(
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    mine: NDArray[np.bool_],
+    hop: int,
+    ratio: NDArray[np.float64],
+    at: float,
+) -> None:
+    """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
+    they got. Their instants are not known, but the amount of a whole answer is."""
+    loose = (side.down == hop) & now.ended & (locate(np.unique(seg["down"]), now.rows["cookie"]) < 0)
+    per_byte = ratio[hop, 1] / ratio[hop, 0]
+    got = (now.track["written"] - now.track["begun"]) * per_byte
+    clients = np.flatnonzero(loose & (got > HEADER_MOST))
+    burst = _burst(seg, now, mine, hop, ratio, at)
+    asking = np.flatnonzero(~burst.mute & (burst.hungry | (seg["down"][burst.rows] == 0)))
+    if len(clients) and len(asking):
+        anytime = np.zeros(max(len(asking), len(clients)))
+        up = Amounts(burst.came_up[asking], burst.came_lately[asking], anytime[: len(asking)])
+        down = Amounts(got[clients], now.d_written[clients] * per_byte, anytime[: len(clients)])
+        pairs = by_volume(up, down, tolerance=0.0)
+        for i, j in pairs:
+            _join(seg, burst.rows[asking[i]], now, clients[j], hop)
+
+
+def _pair_free(
+    seg: Segments, now: Tracked, side: Sides, mine: NDArray[np.bool_], hop: int, at: float, blur: float
+) -> None:
+    """Pair the streams of a hop that have no client with its clients that have no stream."""
+    flying = np.isnan(seg["ended"])
+    fresh_end = seg["ended"] == at
+    rows = now.find(seg["down"])
+    listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
+    needy = mine & ~listens & (seg["carrier"] != seg["down"]) & (flying | (fresh_end & (seg["down"] == 0)))
+    # A client that closes having got what its stream brought was its client: it left, or had everything.
+    got = now.track["written"][rows] - now.track["begun"][rows]
+    settled = now.ended[rows] & (rows >= 0) & ~np.isnan(seg["answered"]) & (got > HEADER_MOST)
+    needy &= ~(settled & (np.abs(got - seg["supply"]) <= 0.1 * seg["supply"] + 2 * HEADER_MOST))
+
+    # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
+    # neither, and must not be taken for the client of another stream of the same burst.
+    asks_the_same = np.abs(now.track["asked"][rows] - seg["asked"]) <= 2 * SAME_INSTANT + blur
+    held = listens & (flying | (fresh_end & asks_the_same))
+    busy = locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0
+    waits = now.rows["last_data_sent"] >= now.rows["last_data_recv"] - 1e3 * HEADER_SECONDS
+    free = (side.down == hop) & ~now.ended & ~busy & (now.rows["bytes_received"] != 0)
+    free &= (~now.known | waits | (now.d_written > 0)) & ((now.rows["state"] == ESTABLISHED) | ~now.known)
+
+    wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
+    if len(wanting) and len(candidates):
+        matches = pair(
+            Requests(
+                seg["asked"][wanting],
+                now.rows["inode"][now.find(seg["carrier"][wanting])],
+                ~np.isnan(seg["answered"][wanting]),
+                (seg["down"][wanting] == 0) & ~seg["trial"][wanting],
+            ),
+            Requests(
+                now.track["asked"][candidates],
+                now.rows["inode"][candidates],
+                ~waits[candidates],
+                now.known[candidates],
+            ),
+            tolerance=SAME_INSTANT + blur,
+        )
+        for i, j in matches:
+            _join(seg, wanting[i], now, candidates[j], hop)
+    _share(seg, now, side, hop, needy, blur)
+
+
+def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> None:
+    """Write the pair down: stream ``i`` has the client on socket ``row`` of ``hop``."""
+    seg["down"][i] = now.rows["cookie"][row]
+    seg["hop"][i] = hop
+    seg["owner"][i] = OWNED
+    seg["trial"][i] = False
+    seg["gone"][i] = np.nan
+    seg["client"][i] = CONNECTED
+    seg["acked"][i] = 0
+    seg["lag"][i] = np.nan
+
+
+def _share(seg: Segments, now: Tracked, side: Sides, hop: int, needy: NDArray[np.bool_], blur: float) -> None:
+    """Several requests on one client socket (HTTP/2): the kernel tells the newest one's instant, so find those."""
+    alone = np.flatnonzero(needy & (seg["down"] == 0) & np.isnan(seg["ended"]))
+    if not len(alone):
+        return
+    busy = locate(np.sort(seg["down"][np.isnan(seg["ended"])]), now.rows["cookie"]) >= 0
+    asking = (side.down == hop) & ~now.ended & (now.rows["state"] == ESTABLISHED) & now.known & (now.d_received > 1)
+    sockets = np.flatnonzero(asking & busy)
+    for i in alone if len(sockets) else ():
+        gap = np.abs(now.track["asked"][sockets] - seg["asked"][i])
+        if gap.min() <= SAME_INSTANT + blur:
+            row = sockets[gap.argmin()]
+            _join(seg, i, now, row, hop)
+            seg["shared"] |= seg["down"] == now.rows["cookie"][row]
+
+
+def _sort_out(
+    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float, blur: float
+) -> None:
+    """Correct the pairs of requests that came in one burst, where instants alone did not tell whose client is whose.
+
+    ====================================================  ====================================================
+    what contradicts the pair                             what is exchanged
+    ====================================================  ====================================================
+    a waiting stream ended, its client is still there;    their clients: the proxy closed both sides of one
+    another waits on, and its client is gone
+    the client got other amounts than its stream          clients between streams, so that amounts agree
+    a client that closed had got what its stream did not  clients, so that it had a stream that brought as much or more
+    more arrived than any proxy holds back, and the       the client goes to a stream that waits without one;
+    client never got a token                              if there is none and the stream is over: it had left
+    ====================================================  ====================================================
+    """
+    tolerance = 2 * SAME_INSTANT + blur
+    for rule in (_cut_together, _by_amount, _left_midway, _never_fed):
+        burst = _burst(seg, now, mine, hop, ratio, at)
+        if len(burst.rows) < 2:
+            return
+        for a, b in rule(burst, tolerance):
+            both = np.array([burst.rows[a], burst.rows[b]])
+            for column in ("down", "acked", "client", "gone"):
+                seg[column][both] = seg[column][both[::-1]]
+            # Measured anew: what came, less what this client had acknowledged, both as of the beat before.
+            came = seg["supply"][both] - seg["arrived"][both]
+            seg["lag"][both] = came - seg["acked"][both] * ratio[hop, 1] / ratio[hop, 0]
+            seg["level"][both] = 0.0
+            seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
+
+
+@dataclass(frozen=True, slots=True)
+class _Burst:
+    """The streams of one hop, with their clients, as far as pairs can be confused. ``rows`` are rows of the segments.
+
+    ``there``: the client is connected. ``waits``: it got no more than a header. ``mute``: its stream brought no more.
+    ``over``: its stream's carrier has closed. ``amiss``: amounts differ by more than framing and what is under way.
+    ``hungry``: more came than any proxy holds back, and it got nothing.
+    """
+
+    rows: NDArray[np.intp]
+    asked_up: NDArray[np.float64]
+    asked_down: NDArray[np.float64]
+    came_up: NDArray[np.float64]
+    came_lately: NDArray[np.float64]
+    went_down: NDArray[np.float64]
+    went_lately: NDArray[np.float64]
+    seen: NDArray[np.bool_]
+    there: NDArray[np.bool_]
+    waits: NDArray[np.bool_]
+    mute: NDArray[np.bool_]
+    over: NDArray[np.bool_]
+    amiss: NDArray[np.bool_]
+    hungry: NDArray[np.bool_]
+
+
+def _burst(
+    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float
+) -> _Burst:
+    over = (seg["ended"] == at) | (np.isnan(seg["ended"]) & ~np.isnan(seg["missed"]))
+    rows = np.flatnonzero(mine & (np.isnan(seg["ended"]) | over) & ~seg["shared"] & (seg["carrier"] != seg["down"]))
+    some, down = seg[rows], now.find(seg["down"][rows])
+    track = now.track[down]
+    seen = down >= 0
+    there = seen & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED)
+    per_byte = ratio[hop, 1] / ratio[hop, 0]
+    went_down = np.where(seen, track["written"] - track["begun"], 0) * per_byte
+    waits = went_down <= HEADER_MOST
+    came_up = some["supply"].astype(np.float64)
+    return _Burst(
+        rows=rows,
+        asked_up=some["asked"],
+        asked_down=track["asked"],
+        came_up=came_up,
+        came_lately=some["arrived"].astype(np.float64),
+        went_down=went_down,
+        went_lately=np.where(seen, now.d_written[down], 0) * per_byte,
+        seen=seen,
+        there=there,
+        waits=waits,
+        mute=np.isnan(some["answered"]),
+        over=over[rows],
+        amiss=np.abs(went_down - came_up) > 0.1 * np.maximum(went_down, came_up) + 2 * HEADER_MOST,
+        hungry=there & waits & (some["acked"] <= HEADER_MOST) & (some["supply"] > HELD_BACK),
+    )
+
+
+def _cut_together(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    cut = np.flatnonzero(burst.over & burst.mute & burst.there & burst.waits)
+    left = np.flatnonzero(~burst.over & burst.mute & ~burst.there)
+    for i, j in in_order(burst.asked_up[left], burst.asked_down[cut], tolerance):
+        yield cut[j], left[i]
+
+
+def _by_amount(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    fed, flowing = burst.amiss & burst.seen & ~burst.waits, burst.amiss & ~burst.mute
+    yield from _as_amounts_agree(burst, fed, flowing, tolerance, partly=False)
+
+
+def _left_midway(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    closed = burst.amiss & burst.seen & ~burst.waits & burst.mute & ~burst.there
+    yield from _as_amounts_agree(burst, closed, burst.amiss & ~burst.mute & burst.waits, tolerance, partly=True)
+
+
+def _as_amounts_agree(
+    burst: _Burst, clients: NDArray[np.bool_], streams: NDArray[np.bool_], tolerance: float, *, partly: bool
+) -> Iterator[tuple[np.intp, np.intp]]:
+    fed, flowing = np.flatnonzero(clients), np.flatnonzero(streams)
+    up = Amounts(burst.came_up[flowing], burst.came_lately[flowing], burst.asked_up[flowing])
+    down = Amounts(burst.went_down[fed], burst.went_lately[fed], burst.asked_down[fed])
+    pairs = by_volume(up, down, tolerance=tolerance, partly=partly)
+    holder = {int(row): int(row) for row in fed}  # which stream has the client that this one had at first
+    for i, j in pairs:
+        stream, client = int(flowing[i]), int(fed[j])
+        if holder[client] != stream:
+            yield np.intp(holder[client]), np.intp(stream)
+            moved = next((at_first for at_first, now_at in holder.items() if now_at == stream), None)
+            if moved is not None:
+                holder[moved] = holder[client]
+            holder[client] = stream
+
+
+def _never_fed(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    hungry = np.flatnonzero(burst.hungry)
+    lonely = np.flatnonzero(~burst.over & burst.mute & ~burst.there)
+    for i, j in in_order(burst.asked_up[lonely], burst.asked_down[hungry], tolerance):
+        yield hungry[j], lonely[i]

@@ -1,0 +1,75 @@
+"""The record of one request at one hop, which the files beside this one fill in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: A client we never saw: not known to be there, not known to be gone. Never published as a client state.
+UNSEEN = -1
+
+#: vLLM (any Starlette application) sends the header of a streamed answer when the request is accepted, long before the
+#: first token: at most so many bytes, within so many seconds. They are no sign of life of the model.
+HEADER_MOST, HEADER_SECONDS = 1024, 0.1
+
+#: The size of such a header where none was seen on its own.
+HEADER_USUAL = 200
+
+#: Seconds by which two sockets may disagree about the instant of the same request (a few ms through every proxy
+#: measured, 4 ms ticks, a busy event loop in between).
+SAME_INSTANT = 0.05
+
+UNKNOWN_OWNER, OWNED, FOREIGN = 0, 1, 2
+
+#: One request at one hop. Instants are monotonic seconds, NaN for "not yet".
+SEGMENT = np.dtype(
+    [
+        ("id", "i8"),
+        ("hop", "i4"),  # index of the hop; len(hops) for "directly at the engine"; -1 while no partner told
+        ("engine", "i4"),  # index of the engine it goes to; -1 when it goes to another hop
+        ("to_hop", "i4"),
+        ("carrier", "u8"),  # cookie of the socket the answer comes by
+        ("far_end", "u8"),  # the connection as seen from its other end (connection_keys)
+        ("down", "u8"),  # cookie of the client-facing socket; 0 never seen
+        ("asked", "f8"),
+        ("born", "f8"),  # first seen
+        ("answered", "f8"),  # first bytes beyond the header seen: its first token
+        ("grew", "f8"),  # newest answer byte seen
+        ("missed", "f8"),  # since when its carrier is closing, closed, or in no table
+        ("ended", "f8"),
+        ("gone", "f8"),  # since when the client is known to be gone or vanished, at this hop
+        ("client", "i1"),  # code of the client facing this hop, or UNSEEN
+        ("owner", "i1"),
+        ("no_room", "?"),  # in the beat before, the engine's count left no room for it
+        ("trial", "?"),  # may yet turn out to be a poll of some page, not a stream: no tokens are credited
+        ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
+        ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
+        ("base_up", "i8"),  # bytes on the carrier before this request
+        ("header", "i8"),  # bytes of the header, 0 while not seen on its own
+        ("supply", "i8"),  # answer bytes so far, header included
+        ("arrived", "i8"),  # of these, since the beat before
+        ("acked", "i8"),  # bytes acknowledged by the client facing this hop, since it was found
+        ("fresh", "f8"),  # answer bytes, header excluded, not yet credited with tokens
+        ("lag", "f8"),  # answer bytes minus what the outermost client acknowledged, in upstream bytes, since paired
+        ("level", "f8"),  # the lag at which all was delivered
+        ("behind", "f8"),  # answer bytes not yet acknowledged by the outermost client
+        ("tokens", "f8"),
+        ("useful", "f8"),
+        ("orphaned", "f8"),
+    ]
+)
+
+Segments = NDArray[Any]
+
+
+def body(segments: Segments) -> NDArray[np.int64]:
+    """Return the answer bytes of each stream that are not its header."""
+    header = np.where(segments["header"] > 0, segments["header"], HEADER_USUAL)
+    return np.asarray(np.maximum(segments["supply"] - header, 0), dtype=np.int64)
+
+
+def stays(seg: Segments) -> NDArray[np.bool_]:
+    """Mark the streams that the next beat needs: in flight, or not wholly delivered."""
+    return np.asarray(np.isnan(seg["ended"]) | seg["draining"], dtype=np.bool_)
