@@ -153,8 +153,8 @@ async def test_where_nothing_leaks_nothing_is_found(through):
 
 @pytest.mark.e2e
 async def test_answers_that_are_not_streamed():
-    """They show no bytes until they are whole. Of a burst nobody sees which one the engine serves first, so the split may
-    miss the bar, and the exit status tells; totals balance, the leak is at its hop, and endings are exact."""
+    """They show no bytes until they are whole. Of a burst nobody sees which one the engine serves first, so the split
+    may miss the bar, and the exit status tells; totals balance, the leak is at its hop, and endings are exact."""
     ran = await tokengap("drill", "--through", "naive", "--no-stream", *QUICK)
     truth, measured = ran.json["truth"], ran.json["measured"]
     assert ran.code == (0 if ran.json["error_ratio"] <= 0.05 else 1), ran
