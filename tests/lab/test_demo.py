@@ -23,7 +23,9 @@ REPOSITORY = Path(__file__).parent.parent.parent
 
 def test_make_run_is_the_demo():
     """What the README promises of ``make run`` holds for the command that is tested here."""
-    ran = subprocess.run(["make", "-n", "run"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        ["make", "--no-print-directory", "-n", "run"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     assert ran.stdout.splitlines()[-1].endswith("/tokengap demo")
 
 

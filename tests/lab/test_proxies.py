@@ -113,12 +113,14 @@ async def test_no_privilege_is_needed(name):
     """As nobody, without a capability, each starts and serves, and writes into its directory only."""
     nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all")
     edge = free_port()
-    # Not tmp_path, which only its owner may enter.
+    # Neither tmp_path nor the checkout, which perhaps only their owner may enter.
     with tempfile.TemporaryDirectory() as name_of_directory:
         directory = Path(name_of_directory)
         os.chown(directory, 65534, 65534)
         async with engine(rate=500) as port:
             part = PROXIES[name].part(Wiring(edge, port, leak=False, directory=directory))
-            async with running(replace(part, command=(*nobody, *part.command)), directory):
+            async with running(
+                replace(part, command=("env", f"--chdir={directory}", *nobody, *part.command)), directory
+            ):
                 outcome = await Visit(User("u", max_tokens=20), edge).run()
     assert (outcome.how, outcome.tokens, outcome.detail) == ("completed", 20, "")

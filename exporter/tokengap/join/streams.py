@@ -444,8 +444,10 @@ def _chain(seg: Segments, parent: NDArray[np.intp], inner: NDArray[np.intp]) -> 
         before = parent[linked]
         first[linked] = first[before]
         client[linked] = np.where(client[before] != UNSEEN, client[before], client[linked])
-        # A hop that has let go, in this beat, does not hold on: it is the next one, if that has a client that is gone.
-        holds = (leaks_at[before] >= 0) & (np.isnan(seg["ended"][before]) | (leaks_at[linked] < 0))
+        # A hop that let go in this beat while the next one goes on does not hold on: the next one does. Where both
+        # ended in it, the outer one held on to the end.
+        let_go = ~np.isnan(seg["ended"][before]) & np.isnan(seg["ended"][linked]) & (leaks_at[linked] >= 0)
+        holds = (leaks_at[before] >= 0) & ~let_go
         leaks_at[linked] = np.where(holds, leaks_at[before], leaks_at[linked])
     return Path(first, leaks_at, client, inner)
 
