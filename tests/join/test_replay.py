@@ -10,7 +10,7 @@ from tokengap.join.ledger import totals
 
 #: What the recordings need more than the usual 1 % of tokens out, and why.
 BARS = {
-    "naive-not-streamed": 0.05,  # nothing is delivered before the end: tokens are shared by time; other runs err more (README)
+    "naive-not-streamed": 0.05,  # nothing is delivered before the end: shared by time; other runs err more, see README
     "haproxy-holds-on": 0.015,  # HAProxy resets its side, and the kernel wipes the counters of a socket that does
 }
 
