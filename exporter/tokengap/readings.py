@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -64,9 +65,23 @@ SOCKET = np.dtype(
 SocketTable: TypeAlias = NDArray[Any]
 
 
+#: IPv4 addresses as IPv6 ones, ``::ffff:0:0/96`` (RFC 4291, 2.5.5.2): what stands before the 32 bits.
+V4_MAPPED = 0xFFFF << 32
+
+
+def as_ipv6(address: str) -> int:
+    """Return an IP literal as the number of an IPv6 address, IPv4 mapped. Raises ValueError."""
+    ip = ip_address(address)
+    return int(ip) if ip.version == 6 else V4_MAPPED | int(ip)
+
+
 def no_sockets() -> SocketTable:
     """Return a table without rows."""
     return np.zeros(0, dtype=SOCKET)
+
+
+#: The ways of reading sockets, from best to worst.
+Way: TypeAlias = Literal["sock_diag", "proc", "psutil"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,7 @@ class SocketSnapshot:
 
     open: SocketTable
     closed: SocketTable = field(default_factory=no_sockets)
-    way: Literal["sock_diag", "proc", "psutil"] = "sock_diag"
+    way: Way = "sock_diag"
     events: bool = False
     lost: int = 0
 
@@ -113,6 +128,11 @@ class EnginePage:
     models: tuple[str, ...] = ()
     ranks: int = 0
     skipped: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> float:
+        """Requests in the engine: running plus waiting, of which what is not on the page counts as none."""
+        return (self.running or 0.0) + (self.waiting or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

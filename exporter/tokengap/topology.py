@@ -86,6 +86,11 @@ class Topology:
     limits: Limits = field(default_factory=Limits)
     interval: float = 1.0
 
+    @property
+    def hop_names(self) -> tuple[str, ...]:
+        """The hops' names, and last the one under which engines appear as a hop."""
+        return (*(hop.name for hop in self.hops), ENGINE_HOP)
+
     def listening_ports(self) -> frozenset[int]:
         """Ports whose accepted sockets are wanted: those of hops, and of engines (clients that come directly)."""
         hops = {endpoint.port for hop in self.hops for endpoint in hop.listen}

@@ -16,6 +16,15 @@ CLIENTS: tuple[Client, ...] = ("connected", "stalled", "vanished", "gone")
 EngineState: TypeAlias = Literal["busy", "idle", "stuck", "restarted", "dead", "blind", "sleeping"]
 ENGINE_STATES: tuple[EngineState, ...] = ("busy", "idle", "stuck", "restarted", "dead", "blind", "sleeping")
 
+Accounting: TypeAlias = Literal["exact", "beat", "state", "none"]
+#: How exact the ledger is, from best to worst.
+ACCOUNTINGS: tuple[Accounting, ...] = ("exact", "beat", "state", "none")
+
+QueueAgeFrom: TypeAlias = Literal["sockets", "curve"]
+QUEUE_AGES_FROM: tuple[QueueAgeFrom, ...] = ("sockets", "curve")
+
+SlotsFrom: TypeAlias = Literal["settings", "commandline", "observed"]
+
 Ending: TypeAlias = Literal["completed", "cancelled", "orphaned", "failed"]
 ENDINGS: tuple[Ending, ...] = ("completed", "cancelled", "orphaned", "failed")
 
@@ -93,9 +102,9 @@ class EngineView:
     running: float | None
     waiting: float | None
     slots: float | None
-    slots_from: Literal["settings", "commandline", "observed"] | None
+    slots_from: SlotsFrom | None
     queue_age: float | None
-    queue_age_from: Literal["sockets", "curve"] | None
+    queue_age_from: QueueAgeFrom | None
     slack: Mapping[str, float]  # by class
     coverage: float | None
     open_streams: int
@@ -129,7 +138,7 @@ class View:
     late_beats: int
     degraded_beats: int
     interval: float
-    accounting: Literal["exact", "beat", "state", "none"]
+    accounting: Accounting
     events_lost: int
     sources: tuple[SourceView, ...]
     engines: tuple[EngineView, ...]

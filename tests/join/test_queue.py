@@ -168,6 +168,22 @@ class TestCurveOfAFifoQueue:
             assert head_age(curve, second + 1.0) == pytest.approx(truth, rel=0.01, abs=0.5)
 
 
+def ages_after_a_crowd(slots, crowd, story):
+    """Yield the curve's age of the head and the true one after each beat of a story that a crowd has come before."""
+    engine, curve = FifoEngine(slots), Curve()
+    curve = engine.read(curve, 0.0)
+    for i in range(crowd):
+        engine.arrive(i * 0.3)
+        curve = engine.read(curve, (i + 1) * 0.3)
+    start = crowd * 0.3
+    for n, events in enumerate(story):
+        for share, kind, which in events:
+            happen(engine, kind, start + n + share, which)
+        now = start + n + 1
+        curve = engine.read(curve, now)
+        yield head_age(curve, now), engine.head_age(now)
+
+
 class TestCurveWithDepartures:
     @given(SLOTS, beats("arrive", "arrive", "finish", "queued one leaves", "running one leaves"))
     def test_is_bounded(self, slots, story):
@@ -192,34 +208,14 @@ class TestCurveWithDepartures:
     def test_is_right_where_the_impatient_or_the_running_leave(self, slots, crowd, story):
         """A crowd came at once and nobody after it: aborted heads, and running ones whose slot the head takes, cost no
         accuracy."""
-        engine, curve = FifoEngine(slots), Curve()
-        curve = engine.read(curve, 0.0)
-        for i in range(crowd):
-            engine.arrive(i * 0.3)
-            curve = engine.read(curve, (i + 1) * 0.3)
-        start = crowd * 0.3
-        for n, events in enumerate(story):
-            for share, kind, which in events:
-                happen(engine, kind, start + n + share, which)
-            now = start + n + 1
-            curve = engine.read(curve, now)
-            assert head_age(curve, now) == pytest.approx(engine.head_age(now), abs=0.15 + 1e-9)
+        for age, truth in ages_after_a_crowd(slots, crowd, story):
+            assert age == pytest.approx(truth, abs=0.15 + 1e-9)
 
     @given(SLOTS, st.integers(1, 40), beats("finish", "queued one leaves", "running one leaves"))
     def test_errs_to_the_young_side_where_any_queued_one_leaves(self, slots, crowd, story):
         """Which of the queued left cannot be known; the age is then too low, never too high."""
-        engine, curve = FifoEngine(slots), Curve()
-        curve = engine.read(curve, 0.0)
-        for i in range(crowd):
-            engine.arrive(i * 0.3)
-            curve = engine.read(curve, (i + 1) * 0.3)
-        start = crowd * 0.3
-        for n, events in enumerate(story):
-            for share, kind, which in events:
-                happen(engine, kind, start + n + share, which)
-            now = start + n + 1
-            curve = engine.read(curve, now)
-            assert 0 <= head_age(curve, now) <= engine.head_age(now) + 0.15 + 1e-9
+        for age, truth in ages_after_a_crowd(slots, crowd, story):
+            assert 0 <= age <= truth + 0.15 + 1e-9
 
     def test_an_abort_of_a_running_request_moves_the_head_on(self):
         """One slot, its client leaves, the head takes it: the next in the queue is the head."""

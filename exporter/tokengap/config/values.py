@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Collection
 from math import isfinite
 from typing import Any, ClassVar, Protocol, Self
 from urllib.parse import urlsplit
@@ -182,31 +183,33 @@ class Switch:
             raise ValueError from None
 
 
-class LogLevel(str):
+class _Choice(str):
+    """One of a few words."""
+
+    __slots__ = ()
+    among: ClassVar[Collection[str]]
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        if value not in cls.among:
+            raise ValueError
+        return cls(value)
+
+
+class LogLevel(_Choice):
     """From which level up is logged."""
 
     __slots__ = ()
+    among = LEVELS
     expects: ClassVar = f"one of {', '.join(LEVELS)}"
     metavar: ClassVar = "LEVEL"
 
-    @classmethod
-    def read(cls, value: object) -> Self:
-        """Read it."""
-        if value not in LEVELS:
-            raise ValueError
-        return cls(value)
 
-
-class LogFormat(str):
+class LogFormat(_Choice):
     """The form of a line in the log."""
 
     __slots__ = ()
+    among = FORMATS
     expects: ClassVar = f"one of {', '.join(FORMATS)}"
     metavar: ClassVar = "FORMAT"
-
-    @classmethod
-    def read(cls, value: object) -> Self:
-        """Read it."""
-        if value not in FORMATS:
-            raise ValueError
-        return cls(value)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
 from tokengap.join.ledger import Owned
+from tokengap.join.segments import in_flight
 from tokengap.readings import EnginePage
 from tokengap.view import Ending
 
@@ -74,9 +75,9 @@ def excess(fates: Fates, page: EnginePage, streams: Owned, at: float) -> tuple[F
     if page.running is None and page.waiting is None:
         return fates, Excess()
     seg = streams.segments
-    open_streams = int((np.isnan(seg["ended"]) & ~seg["trial"]).sum())
+    open_streams = int(in_flight(seg).sum())
     just_left = int(((seg["ended"] == at) & ~seg["trial"] & (streams.client >= VANISHED)).sum())
-    now = max((page.running or 0.0) + (page.waiting or 0.0) - open_streams, 0.0)
+    now = max(page.requests - open_streams, 0.0)
     lasting = min(now, fates.excess)
     usual = min(fates.usual, lasting) if fates.limbo or just_left else lasting
     leaked = min(now - usual, float(len(fates.limbo) + just_left))
@@ -101,8 +102,8 @@ def end(
     """
     seg = streams.segments
     over = (seg["ended"] == at) & ~seg["trial"]
-    finished = _finished(fates, page)
-    spare = fates.spare + (finished if finished is not None else 0)
+    newly_finished = finished(fates, page)
+    spare = fates.spare + newly_finished
     tally = dict(fates.count)
 
     def add(hop: int, how: Ending, n: int = 1) -> None:
@@ -147,12 +148,13 @@ def end(
         else:
             add(hop, "cancelled")
     finished_now = page.finished if page is not None and page.finished is not None else fates.finished
-    spare = max(min(spare, finished or 0), 0)
+    spare = max(min(spare, newly_finished), 0)
     fates = replace(fates, limbo=tuple(reversed(kept)), finished=finished_now, spare=spare, count=tally)
     return fates, whole
 
 
-def _finished(fates: Fates, page: EnginePage | None) -> int | None:
+def finished(fates: Fates, page: EnginePage | None) -> int:
+    """Return how many requests the engine finished since its page was read last, 0 where that is not known."""
     if page is None or page.finished is None or fates.finished is None:
-        return None
+        return 0
     return int(max(page.finished - fates.finished, 0))

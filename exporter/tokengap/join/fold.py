@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join import endings, ledger, queue, rest, streams, verdict
 from tokengap.join.client import CONNECTED, VANISHED
-from tokengap.join.segments import Segments, stays
+from tokengap.join.segments import Segments, in_flight, stays
 from tokengap.readings import EnginePage, Reading, Readings, SocketSnapshot
-from tokengap.topology import ENGINE_HOP, Engine, Topology
+from tokengap.topology import Engine, Topology
 from tokengap.view import (
     AGE_BOUNDS,
     CLIENTS,
     STREAM,
+    Accounting,
     EngineView,
+    SlotsFrom,
     SourceView,
     StreamGroup,
     StreamTable,
@@ -27,7 +28,6 @@ from tokengap.view import (
 
 #: Streams that ended while their engine's page could not be read and are still owed tokens, at most.
 MOST_OWED = 20_000
-
 
 #: The share of answers at once from which on a running stream without a byte may be one of them.
 FEW_UNSTREAMED = 0.05
@@ -82,7 +82,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
 
     if snapshot is not None:
         in_engine = {
-            i: _in_engine(page, state.engines[engine.name].fates)
+            i: rest.InEngine(page.requests, endings.finished(state.engines[engine.name].fates, page))
             for i, engine in enumerate(topology.engines)
             if (page := pages.get(engine.name)) is not None and page.running is not None
         }
@@ -91,7 +91,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
     else:
         stream_state, seen = state.streams, None
 
-    hop_names = (*(hop.name for hop in topology.hops), ENGINE_HOP)
+    hop_names = topology.hop_names
     memories: dict[str, EngineMemory] = {}
     views: list[EngineView] = []
     credited: dict[int, ledger.Owned] = {}
@@ -104,7 +104,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         if own is not None:
             credited[index] = own
 
-    table = _no_streams()
+    table: StreamTable = np.zeros(0, dtype=STREAM)
     groups: tuple[StreamGroup, ...] = ()
     if seen is not None:
         segments = _put_back(seen.segments, credited)
@@ -159,7 +159,7 @@ def _engine(
     """Bring one engine up to date: its streams' tokens and endings, its queue, its verdict."""
     page, limits, at = reading.value, readings.topology.limits, readings.at
     own = _own(seen, index)
-    flying = own is not None and np.isnan(own.segments["ended"]) & ~own.segments["trial"]
+    flying = own is not None and in_flight(own.segments)
     open_streams = int(np.sum(flying))
     flowing = bool(np.any(flying & (own.segments["fresh"] > 0))) if own is not None else False
 
@@ -245,11 +245,6 @@ def _engine(
     return memory, view, own
 
 
-def _in_engine(page: EnginePage, before: endings.Fates) -> rest.InEngine:
-    finished = (page.finished or 0.0) - before.finished if before.finished is not None else 0.0
-    return rest.InEngine((page.running or 0.0) + (page.waiting or 0.0), finished)
-
-
 def _own(seen: streams.Streams | None, index: int) -> ledger.Owned | None:
     """Return the streams that go to this engine."""
     if seen is None:
@@ -297,7 +292,7 @@ def _waits(
         return _Waits(np.zeros(0), {})
     topology, at = readings.topology, readings.at
     seg = own.segments
-    mute = np.isnan(seg["ended"]) & ~seg["trial"] & np.isnan(seg["answered"])
+    mute = in_flight(seg) & np.isnan(seg["answered"])
     first = seen.segments[seen.path.first[seen.segments["engine"] == index]]
     worst: dict[str, float] = {}
 
@@ -338,9 +333,7 @@ def _reaches(topology: Topology, hop: int, engine: int) -> bool:
     return False
 
 
-def _slots(
-    engine: Engine, readings: Readings, most: float | None
-) -> tuple[float | None, Literal["settings", "commandline", "observed"] | None]:
+def _slots(engine: Engine, readings: Readings, most: float | None) -> tuple[float | None, SlotsFrom | None]:
     """Find ``max_num_seqs``, which is on no vLLM page: settings, the command line, else the most ever seen running."""
     if engine.slots:
         return float(engine.slots), "settings"
@@ -359,8 +352,7 @@ def _coverage(page: EnginePage | None, open_streams: int, gap: endings.Excess) -
     """Return the share of the engine's requests that we saw a socket of; 1 at rest: nothing is uncovered."""
     if page is None or page.running is None:
         return None
-    requests = page.running + (page.waiting or 0.0)
-    return 1.0 if requests <= 0 else min((open_streams + gap.leaked) / requests, 1.0)
+    return 1.0 if page.requests <= 0 else min((open_streams + gap.leaked) / page.requests, 1.0)
 
 
 def _put_back(segments: Segments, credited: Mapping[int, ledger.Owned]) -> Segments:
@@ -370,17 +362,13 @@ def _put_back(segments: Segments, credited: Mapping[int, ledger.Owned]) -> Segme
     return segments
 
 
-def _no_streams() -> StreamTable:
-    return np.zeros(0, dtype=STREAM)
-
-
 def _streams_now(
     seen: streams.Streams, topology: Topology, readings: Readings
 ) -> tuple[StreamTable, tuple[StreamGroup, ...]]:
     """Make the table of streams (one row a request) and the groups (one row a request at each hop it passes)."""
     seg, path, held, at = seen.segments, seen.path, seen.held, readings.at
     # What has lost its carrier is as good as over; how it ended is decided in the next beat.
-    flying = np.isnan(seg["ended"]) & np.isnan(seg["missed"]) & ~seg["trial"] & (seg["client"] >= 0)
+    flying = in_flight(seg) & np.isnan(seg["missed"]) & (seg["client"] >= 0)
     # A request that passes several hops has a segment at each; the innermost one stands for it.
     inner = path.inner
     innermost = flying & ~((inner >= 0) & flying[inner])
@@ -415,8 +403,7 @@ def _streams_now(
     clients = np.concatenate([seg["client"][shown], held.client])
     ages = at - np.concatenate([seg["asked"][shown], held.asked])
     names = (*(e.name for e in topology.engines), "")
-    hop_names = (*(hop.name for hop in topology.hops), ENGINE_HOP)
-    keys = (everywhere.astype(np.int64) * len(hop_names) + hops) * len(CLIENTS) + clients
+    keys = (everywhere.astype(np.int64) * (len(topology.hops) + 1) + hops) * len(CLIENTS) + clients
     bounds = np.array(AGE_BOUNDS)
     for key in np.unique(keys):
         here = keys == key
@@ -425,7 +412,7 @@ def _streams_now(
         groups.append(
             StreamGroup(
                 engine=names[e],
-                hop=hop_names[h],
+                hop=topology.hop_names[h],
                 client=CLIENTS[c],
                 count=int(here.sum()),
                 ages=tuple(int(n) for n in slots),
@@ -448,7 +435,7 @@ def _give_slack(table: StreamTable, topology: Topology) -> None:
     table["slack"] = np.where(table["first_byte"], np.nan, deadline - table["age"])
 
 
-def _accounting(snapshot: SocketSnapshot | None) -> Literal["exact", "beat", "state", "none"]:
+def _accounting(snapshot: SocketSnapshot | None) -> Accounting:
     if snapshot is None:
         return "none"
     if snapshot.way != "sock_diag":

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
-from tokengap.join.segments import Segments, body
+from tokengap.join.segments import Segments, body, in_flight
 from tokengap.readings import EnginePage
 from tokengap.view import Tokens
 
@@ -242,7 +242,7 @@ def silent_sequences(ledger: Ledger, streams: Owned, page: EnginePage, leaked: f
     What had no socket in the beat before has run for a part of this one, even if it has finished since.
     """
     seg = streams.segments
-    flying = np.isnan(seg["ended"]) & ~seg["trial"]
+    flying = in_flight(seg)
     mute = np.flatnonzero(flying & np.isnan(seg["answered"]))
     flowing = int((flying & (seg["fresh"] > 0)).sum())
     running = int(page.running or 0)

@@ -38,10 +38,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tokengap.view import QueueAgeFrom
 
 #: Steps kept of the arrival curve. Past that two are merged where it blurs the age least: an hour of arrivals at one
 #: read a second is then off by under one percent of the age.
@@ -178,7 +180,7 @@ def head_age_from_waits(waits: NDArray[Any], waiting: float) -> float | None:
 
 def queue_age(
     curve: Curve, at: float, waiting: float | None, waits: NDArray[Any] | None
-) -> tuple[float | None, Literal["sockets", "curve"] | None]:
+) -> tuple[float | None, QueueAgeFrom | None]:
     """Return the queue age at ``at`` and what it was taken from; (None, None) when it is not known.
 
     ``waiting`` is None when the engine's page was not read in this beat, ``waits`` (as in :func:`head_age_from_waits`)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED
 from tokengap.join.segments import HEADER_SECONDS, SAME_INSTANT, Segments
-from tokengap.join.sockets import Tracked
+from tokengap.join.sockets import Tracked, ages
 from tokengap.readings import ESTABLISHED
 
 #: Seconds for which a quiet stream counts as in flight when the engine does not say how many it has.
@@ -63,10 +63,9 @@ def end_finished(
     counted = flying & np.isnan(seg["missed"])  # the others are closing
     answered = counted & (seg["supply"] > 0)  # if only by what may be a header, or all of a small answer
     carrier = now.rows[now.find(seg["carrier"])]
-    answer_age = np.where(seg["carrier"] == seg["down"], carrier["last_data_sent"], carrier["last_data_recv"])
+    question_age, answer_age = ages(carrier, seg["carrier"] == seg["down"])
     silence = np.where(answer_age >= 0, answer_age / 1e3, at - seg["grew"])
     quiet = answered & (silence >= 0.9 * interval) & (seg["grew"] < at)
-    question_age = np.where(seg["carrier"] == seg["down"], carrier["last_data_recv"], carrier["last_data_sent"])
     at_once = answer_age >= question_age - 1e3 * HEADER_SECONDS
 
     rows = now.find(seg["down"])

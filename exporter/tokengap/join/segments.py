@@ -70,6 +70,11 @@ def body(segments: Segments) -> NDArray[np.int64]:
     return np.asarray(np.maximum(segments["supply"] - header, 0), dtype=np.int64)
 
 
+def in_flight(segments: Segments) -> NDArray[np.bool_]:
+    """Mark the streams that have not ended and are no mere candidates."""
+    return np.asarray(np.isnan(segments["ended"]) & ~segments["trial"], dtype=np.bool_)
+
+
 def stays(seg: Segments) -> NDArray[np.bool_]:
     """Mark the streams that the next beat needs: in flight, or not wholly delivered."""
     return np.asarray(np.isnan(seg["ended"]) | seg["draining"], dtype=np.bool_)

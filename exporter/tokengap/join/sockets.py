@@ -7,16 +7,14 @@ cookie, is all that is kept between beats.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.readings import SOCKET, UNKNOWN, SocketTable
+from tokengap.readings import SOCKET, UNKNOWN, V4_MAPPED, SocketTable, as_ipv6
 from tokengap.topology import Endpoint, Topology
 
-_V4_MAPPED = np.uint64(0x0000FFFF_00000000)
-_LOOPBACK_V4 = np.uint64(0x0000FFFF_7F000000)
+_LOOPBACK_V4 = np.uint64(V4_MAPPED | 0x7F000000)
 _LOOPBACK_V6 = np.uint64(1)
 
 #: What is remembered of a socket. ``asked`` is the instant of the newest request on it: of the last data sent towards
@@ -175,11 +173,18 @@ def _at(table: SocketTable, endpoint: Endpoint, end: str) -> NDArray[np.bool_]:
 
 
 def halves(address: str) -> tuple[np.uint64, np.uint64]:
-    """Return an IP literal as the two halves of an IPv6 address, IPv4 mapped into ``::ffff:0:0/96``."""
-    number = int(ip_address(address))
-    if ":" not in address:
-        return np.uint64(0), _V4_MAPPED | np.uint64(number)
+    """Return an IP literal as the two halves of an IPv6 address, IPv4 mapped."""
+    number = as_ipv6(address)
     return np.uint64(number >> 64), np.uint64(number & 0xFFFFFFFF_FFFFFFFF)
+
+
+def ages(table: SocketTable, towards_us: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the milliseconds since the newest byte of a question and of an answer on each socket.
+
+    ``towards_us``: questions come in on it, as on an engine's own; they go out on the others.
+    """
+    received, sent = table["last_data_recv"], table["last_data_sent"]
+    return np.where(towards_us, received, sent), np.where(towards_us, sent, received)
 
 
 def connection_keys(table: SocketTable, *, reverse: bool = False) -> NDArray[np.uint64]:

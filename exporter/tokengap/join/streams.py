@@ -32,7 +32,7 @@ from tokengap.join.segments import (
     body,
     stays,
 )
-from tokengap.join.sockets import Sides, Tracked, connection_keys, follow, locate, nobody, sides
+from tokengap.join.sockets import Sides, Tracked, ages, connection_keys, follow, locate, nobody, sides
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot
 from tokengap.topology import Topology
 
@@ -237,8 +237,7 @@ def _carriers(
     d_question = np.where(direct, now.d_received, now.d_sent)
     d_answer = np.where(direct, now.d_written, now.d_received)
     answer = np.where(direct, now.track["written"], now.track["received"])
-    question_age = np.where(direct, rows["last_data_recv"], rows["last_data_sent"])
-    answer_age = np.where(direct, rows["last_data_sent"], rows["last_data_recv"])
+    question_age, answer_age = ages(rows, direct)
     # A question of this beat may have its header already. An older one with a small early answer looks the same as a
     # poll that was answered at once: that is for :func:`~tokengap.join.rest.end_finished` to tell.
     early = answer_age >= question_age - 1e3 * HEADER_SECONDS

@@ -391,7 +391,7 @@ def _compare(
 ) -> tuple[VerdictState, str]:
     """Compare a page with the one before; return the memory after it, and what progressed, in words."""
     last, dt = state.page, max(0.0, at - state.page_at)
-    in_flight = ((page.running or 0.0) + (page.waiting or 0.0) > 0 or bool(streams)) and not page.asleep
+    in_flight = (page.requests > 0 or bool(streams)) and not page.asleep
     # Where the pages do not say which process made them, one that was refused in between is taken for another.
     same = last is not None and _continues(page, last) and (not state.refused or _identities(page, last) is not None)
     state = _follow_counters(state, page, at, same=same, limits=limits)

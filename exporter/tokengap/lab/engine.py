@@ -27,7 +27,7 @@ from aiohttp import HttpVersion11, web
 
 from tokengap.lab.answers import MODEL, Answer, prompt_tokens, read_ask
 from tokengap.lab.batching import Batch, Knobs, Sequence
-from tokengap.lab.parts import LOOPBACK, Part, allow_many_sockets
+from tokengap.lab.parts import LOOPBACK, Part, serve_app
 from tokengap.lab.truth import RequestTruth, Sample, Truth, changed
 from tokengap.lab.vllm_page import CONTENT_TYPE, VllmPage
 
@@ -343,17 +343,8 @@ def main(host: str, port: int, model: str, seed: int, **knobs: Any) -> None:
         server = EngineServer(Knobs(**knobs), model, seed)
     except ValueError as wrong:
         raise click.UsageError(str(wrong)) from wrong
-    allow_many_sockets()
-    web.run_app(
-        server.app(),
-        host=host,
-        port=port,
-        backlog=16_384,
-        handler_cancellation=True,  # a client that leaves cancels its handler, in whatever phase
-        shutdown_timeout=0.5,
-        access_log=None,
-        print=None,
-    )
+    # A client that leaves cancels its handler, in whatever phase.
+    serve_app(server.app(), host, port, handler_cancellation=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import aiohttp
 import click
 from aiohttp import web
 
-from tokengap.lab.parts import LOOPBACK, Part, allow_many_sockets
+from tokengap.lab.parts import LOOPBACK, Part, serve_app
 
 #: Headers that concern one connection (RFC 9110, 7.6.1) or that the sending side sets itself.
 _NOT_FORWARDED = frozenset({"connection", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
@@ -93,17 +93,8 @@ def gateway_part(port: int, upstream_port: int, *, leak: bool, pool: bool = Fals
 @click.option("--pool", is_flag=True, help="Keep connections to the engine open and use them again.")
 def main(host: str, port: int, upstream: str, leak: bool, pool: bool) -> None:
     """Serve the naive gateway."""
-    allow_many_sockets()
-    web.run_app(
-        gateway_app(upstream, pool=pool),
-        host=host,
-        port=port,
-        backlog=16_384,
-        handler_cancellation=not leak,  # the one argument: a client that leaves cancels what is done for it
-        shutdown_timeout=0.5,
-        access_log=None,
-        print=None,
-    )
+    # The one argument: a client that leaves cancels what is done for it.
+    serve_app(gateway_app(upstream, pool=pool), host, port, handler_cancellation=not leak)
 
 
 if __name__ == "__main__":

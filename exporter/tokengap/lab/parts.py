@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from aiohttp import web
+
 from tokengap.errors import SetupError
 
 LOOPBACK = "127.0.0.1"
@@ -168,10 +170,23 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def allow_many_sockets() -> None:
-    """Raise this process's limit of open files as far as it goes: thousands of streams are thousands of sockets."""
+def serve_app(app: web.Application, host: str, port: int, *, handler_cancellation: bool) -> None:
+    """Serve an application as the whole of this process, for thousands of streams, until it is told to stop.
+
+    The limit of open files is raised as far as it goes: thousands of streams are thousands of sockets.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    web.run_app(
+        app,
+        host=host,
+        port=port,
+        backlog=16_384,
+        handler_cancellation=handler_cancellation,
+        shutdown_timeout=0.5,
+        access_log=None,
+        print=None,
+    )
 
 
 def _tie_to_this_process(number: signal.Signals) -> Callable[[], None]:

@@ -70,13 +70,13 @@ class PageWitness:
         page = await self._page()
         if page.generation_tokens is None or not page.models:
             raise SetupError(f"{self._source.engine.url} shows no tokens or no model of vLLM")
-        if _requests(page):
-            raise SetupError(f"{self._source.engine.url} has {_requests(page):g} requests: a drill needs it for itself")
+        if page.requests:
+            raise SetupError(f"{self._source.engine.url} has {page.requests:g} requests: a drill needs it for itself")
         self._before, self.model = page.generation_tokens, page.models[0]
 
     async def at_rest(self) -> bool:
         """Tell whether its page says that nothing runs and nothing waits."""
-        return not _requests(await self._page())
+        return not (await self._page()).requests
 
     async def truth(self, outcomes: Sequence[Outcome], _: Sequence[Scrape]) -> Fields:
         """Return the token counts, and the deadline as users saw it."""
@@ -88,7 +88,3 @@ class PageWitness:
             return await self._source.read()
         except SourceError as error:
             raise SetupError(f"{self._source.engine.url}: {error}") from error
-
-
-def _requests(page: EnginePage) -> float:
-    return (page.running or 0.0) + (page.waiting or 0.0)

@@ -6,9 +6,7 @@ import platform
 
 from tokengap import __version__
 from tokengap.series.declare import Sample, Series, one_of
-
-#: The values of :attr:`View.accounting`, from best to worst.
-ACCOUNTING_MODES = ("exact", "beat", "state", "none")
+from tokengap.view import ACCOUNTINGS
 
 
 def _overall(value: float) -> tuple[Sample]:
@@ -83,7 +81,7 @@ ACCOUNTING_MODE = Series(
     help="How exact the token ledger is, 1 for the mode in use: exact (final counters of closed sockets are seen), "
     "beat (up to one beat of a closing socket is missed), state (no bytes), none (no sockets).",
     labels=("mode",),
-    read=lambda view: one_of(ACCOUNTING_MODES, view.accounting),
+    read=lambda view: one_of(ACCOUNTINGS, view.accounting),
 )
 
 EVENTS_LOST = Series(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tokengap.series.declare import Sample, Series, one_of, per_engine
-from tokengap.view import View
+from tokengap.view import QUEUE_AGES_FROM, View
 
 
 def _queue_age_source(view: View) -> Iterable[Sample]:
     for engine in view.engines:
-        yield from one_of(("sockets", "curve"), engine.queue_age_from, engine.name)
+        yield from one_of(QUEUE_AGES_FROM, engine.queue_age_from, engine.name)
 
 
 def _slots(view: View) -> Iterable[Sample]:

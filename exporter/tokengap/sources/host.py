@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-import struct
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -56,12 +56,18 @@ def parse_rows(lines: Iterable[bytes], states: frozenset[int]) -> Iterator[Row]:
 
 
 def _address(text: bytes) -> tuple[str, int]:
-    """Decode ``0100007F:1F90``: 32-bit words in network order, each printed as a number of this host's order."""
+    """Decode ``0100007F:1F90``."""
     digits, _, port = text.partition(b":")
-    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
-    packed = struct.pack(f"={len(words)}I", *words)
-    address = socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)
+    packed = packed_address(digits)
+    address = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
     return address.removeprefix("::ffff:"), int(port, 16)
+
+
+def packed_address(digits: str | bytes) -> bytes:
+    """Return an address of ``/proc/net/tcp``, 4 or 16 bytes: 32-bit words, each printed as a number in this host's
+    byte order."""
+    words = (int(digits[at : at + 8], 16) for at in range(0, len(digits), 8))
+    return b"".join(word.to_bytes(4, sys.byteorder) for word in words)
 
 
 def rows_in(*states: int) -> list[Row]:

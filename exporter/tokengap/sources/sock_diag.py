@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.errors import SourceUnusable
-from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SOCKET, UNKNOWN, SocketTable, no_sockets
+from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SOCKET, UNKNOWN, V4_MAPPED, SocketTable, no_sockets
 
 NETLINK_SOCK_DIAG: Final = 4
 SOCK_DIAG_BY_FAMILY: Final = 20
@@ -103,7 +103,7 @@ TCP_INFO_FIELDS: Final = (
 )
 _ADDRESSES = (("src_hi", "src_lo"), ("dst_hi", "dst_lo"))
 _ZERO = np.uint64(0)
-_V4_MAPPED = np.uint64(0xFFFF_0000_0000)
+_V4_MAPPED = np.uint64(V4_MAPPED)
 _LARGEST = np.uint64(2**63 - 1)
 
 _Words = NDArray[np.uint32]

@@ -8,9 +8,7 @@ the process's network namespace, and reading it needs no privilege. Its format i
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import sys
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +18,8 @@ import numpy as np
 import psutil
 
 from tokengap.errors import SourceRefused, SourceUnusable
-from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SOCKET, UNKNOWN, SocketTable
+from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SOCKET, UNKNOWN, V4_MAPPED, SocketTable, as_ipv6
+from tokengap.sources.host import packed_address
 
 #: The tables of our own network namespace.
 OWN_NAMESPACE: Final = Path("/proc/self/net")
@@ -31,7 +30,6 @@ _PSUTIL_STATES: Final = {
     psutil.CONN_CLOSE_WAIT: CLOSE_WAIT,
     psutil.CONN_FIN_WAIT1: FIN_WAIT1,
 }
-_V4_MAPPED: Final = 0xFFFF << 32
 _HALF: Final = 2**64 - 1
 _TICK_US: Final = 1_000_000 // os.sysconf("SC_CLK_TCK")
 
@@ -89,7 +87,7 @@ def read_psutil(listening: frozenset[int], targets: frozenset[int]) -> SocketTab
         local, remote, state = connection.laddr, connection.raddr, _PSUTIL_STATES.get(connection.status)
         if state and local and remote and (local.port in listening or remote.port in targets):
             # By address, since a socket that several processes hold is told several times.
-            rows[local, remote] = _row(_address(local.ip), local.port, _address(remote.ip), remote.port, state)
+            rows[local, remote] = _row(as_ipv6(local.ip), local.port, as_ipv6(remote.ip), remote.port, state)
     return _table(rows.values())
 
 
@@ -110,10 +108,9 @@ def _proc_row(fields: list[str], listening: frozenset[int], targets: frozenset[i
 
 
 def _words(digits: str) -> int:
-    """Read an address of /proc: one or four 32-bit words, each printed as if network order were this machine's."""
-    words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
-    number = int.from_bytes(b"".join(words))
-    return number if len(words) > 1 else _V4_MAPPED | number
+    """Return an address of /proc as the number of an IPv6 address."""
+    packed = packed_address(digits)
+    return int.from_bytes(packed) | (V4_MAPPED if len(packed) == 4 else 0)
 
 
 def _row(source: int, sport: int, destination: int, dport: int, state: int, inode: int = 0) -> dict[str, int]:
@@ -140,9 +137,3 @@ def _table(rows: Iterable[dict[str, int]]) -> SocketTable:
     """Make rows a table; what they lack is unknown."""
     nothing = {name: UNKNOWN if SOCKET[name] == np.int64 else 0 for name in SOCKET.names or ()}
     return np.array([tuple((nothing | row).values()) for row in rows], dtype=SOCKET)
-
-
-def _address(text: str) -> int:
-    """Return an IP address as the number of an IPv6 address."""
-    address = ipaddress.ip_address(text)
-    return int(address) if address.version == 6 else _V4_MAPPED | int(address)

@@ -23,17 +23,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol
 
 import numpy as np
 
 from tokengap.errors import SourceRefused, SourceUnusable
-from tokengap.readings import SocketSnapshot, SocketTable
+from tokengap.readings import SocketSnapshot, SocketTable, Way
 from tokengap.sources.sock_diag import DestroyEvents, Dumper, Ports, open_link
 from tokengap.sources.socket_fallbacks import OWN_NAMESPACE, read_proc, read_psutil
 from tokengap.topology import Topology
-
-Way: TypeAlias = Literal["sock_diag", "proc", "psutil"]
 
 #: Errors by which a kernel, a sandbox or a container says: not here, or not you. Others are a bad moment.
 _REFUSALS: Final = frozenset(

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from tokengap.series.engines import public_url
+from tokengap.topology import Endpoint
 from tokengap.view import CLIENTS, View
 
 _CONNECTED = (CLIENTS.index("connected"), CLIENTS.index("stalled"))
@@ -108,8 +109,7 @@ def _address(high: int, low: int, port: int) -> str | None:
     if not high and not low:
         return None
     address = IPv6Address(high << 64 | low)
-    mapped = address.ipv4_mapped
-    return f"[{address}]:{port}" if mapped is None else f"{mapped}:{port}"
+    return str(Endpoint(str(address.ipv4_mapped or address), port))
 
 
 def _masked(high: int, low: int) -> str | None:

@@ -7,6 +7,7 @@ from ipaddress import ip_address
 from aiohttp import web
 
 from tokengap.errors import SettingsError, SetupError
+from tokengap.topology import Endpoint
 
 #: Seconds an idle connection is kept. Longer than the usual scrape intervals, so that a scraper need not connect anew.
 KEEP_ALIVE = 150.0
@@ -41,7 +42,7 @@ class Server:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             await self._runner.cleanup()
-            raise SetupError(f"cannot listen on {_show(host or '', port)}: {error.strerror or error}") from error
+            raise SetupError(f"cannot listen on {Endpoint(host or None, port)}: {error.strerror or error}") from error
 
     @property
     def port(self) -> int:
@@ -53,12 +54,8 @@ class Server:
     def url(self) -> str:
         """Where a person on this host finds it."""
         host: str = self._runner.addresses[0][0]
-        return f"http://{_show('localhost' if ip_address(host).is_unspecified else host, self.port)}"
+        return f"http://{Endpoint('localhost' if ip_address(host).is_unspecified else host, self.port)}"
 
     async def stop(self) -> None:
         """Stop listening, let requests in progress end, close all connections."""
         await self._runner.cleanup()
-
-
-def _show(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
