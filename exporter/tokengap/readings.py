@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tokengap.gpu_readings import GpuSnapshot
 from tokengap.topology import Topology
 
 T = TypeVar("T")
@@ -143,11 +144,13 @@ class ProcessTable:
     when another process does, or nobody known does; an inode is missing while it is not answered (no permission). The
     exporter's own sockets are always among them.
     ``slots`` is ``--max-num-seqs`` times data-parallel size from an engine's command line, by engine name, where it
-    stands there.
+    stands there. ``families`` are, by engine name, the processes of an engine on this host: those that hold its API's
+    listener, their master and all that descend from it; its GPU work is in one of them.
     """
 
     owners: Mapping[int, str] = field(default_factory=dict)
     slots: Mapping[str, int] = field(default_factory=dict)
+    families: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,8 @@ class Readings:
     """Everything read in one beat.
 
     ``at`` is *now*, monotonic; ``wall`` the same instant as Unix time, for people and timestamps only. ``late`` is True
-    when this beat came more than half an interval after it was due (a suspended process, a starved host).
+    when this beat came more than half an interval after it was due (a suspended process, a starved host). ``gpu`` is
+    None where GPUs are not asked for (``--no-gpu``); on a host without any it has a value that says so.
     """
 
     at: float
@@ -179,4 +183,5 @@ class Readings:
     sockets: Reading[SocketSnapshot]
     engines: Mapping[str, Reading[EnginePage]]
     processes: Reading[ProcessTable]
+    gpu: Reading[GpuSnapshot] | None = None
     late: bool = False
