@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import tokengap.join
 from tokengap.beat import Asker, Beat, Sources, deadline
 from tokengap.errors import SourceRefused, SourceUnusable
+from tokengap.gpu_readings import GpuSnapshot
 from tokengap.readings import SOCKET, EnginePage, ProcessTable, Readings, SocketSnapshot
 from tokengap.topology import Endpoint, Engine, Topology
 
@@ -100,7 +101,7 @@ def snapshot() -> SocketSnapshot:
     return SocketSnapshot(np.zeros(0, dtype=SOCKET))
 
 
-def beat(*, sockets=None, a=None, b=None, processes=None, join=None):
+def beat(*, sockets=None, a=None, b=None, processes=None, gpu=None, join=None):
     join = join or Notebook()
     views = Views()
 
@@ -108,6 +109,7 @@ def beat(*, sockets=None, a=None, b=None, processes=None, join=None):
         sockets=sockets or Source(snapshot()),
         engines={"a": a or Source(EnginePage(running=1.0)), "b": b or Source(EnginePage(running=2.0))},
         processes=processes or Source(ProcessTable()),
+        gpu=gpu,
     )
     return Beat(TOPOLOGY, sources, join, views.publish), join, views
 
@@ -123,6 +125,17 @@ async def test_one_beat_reads_everything_and_publishes_the_view():
     assert readings.processes.value.owners == {7: "edge"}
     assert processes.asked[0][1:] == (TOPOLOGY, frozenset({7}))
     assert len(views) == 1
+
+
+async def test_gpus_are_read_where_they_are_asked_for():
+    """Their snapshot is in the readings; with no such source there is no reading, not one that failed."""
+    told = GpuSnapshot("library_not_found")
+    heart, join, _ = beat(gpu=Source(told))
+    await heart.once()
+    assert join.readings[0].gpu.value is told
+    heart, join, _ = beat()
+    await heart.once()
+    assert join.readings[0].gpu is None
 
 
 async def test_the_sockets_are_read_before_the_pages():

@@ -277,6 +277,15 @@ WRONG_FILES = {
     "telemetry_path: /api/streams": " line 1: telemetry_path is '/api/streams'; expected a path such as /metrics",
     "log_level: loud": " line 1: log_level is 'loud'; expected one of debug, info, warn, error",
     "log_format: xml": " line 1: log_format is 'xml'; expected one of logfmt, json",
+    "gpu: maybe": " line 1: gpu is 'maybe'; expected true or false",
+    "gpu_hour_price: 0": " line 1: gpu_hour_price is 0; expected a number above 0, or none",
+    "gpu_hour_price: $2": " line 1: gpu_hour_price is '$2'; expected a number above 0",
+    "gpu_idle_power: -71": " line 1: gpu_idle_power is -71; expected a number above 0",
+    "currency: euro": " line 1: currency is 'euro'; expected a currency of three letters such as USD or EUR",
+    "dcgm: gpus:9400": " line 1: dcgm is 'gpus:9400'; expected http://HOST:PORT",
+    "gpu: false\ndcgm: http://h:9400": " line 2: dcgm names where to read GPUs, while gpu says not to; expected",
+    "engines:\n- url: http://h:1\n  gpus: [0]": " line 3: engines[0].gpus[0] is 0; expected a UUID as `nvidia-smi -L`",
+    "engines:\n- url: http://h:1\n  gpus: [GPU-aaaa, GPU-aaaa]": " line 3: engines[0].gpus names GPU-aaaa twice",
     "engines: 7": " line 1: engines[0] is 7; expected [NAME=]URL, or a mapping with url",
     "engines: [h:8000]": " line 1: engines[0].url is 'h:8000'; expected http://HOST:PORT",
     "engines:\n- name: a": " line 2: engines[0] has no url; expected http://HOST:PORT or https://HOST:PORT",
@@ -335,7 +344,7 @@ def test_a_wrong_file_is_refused_with_the_line_and_the_key(tmp_path: Path, text:
 WRONG_VARIABLES = {
     ("TOKENGAP_INTERVALL", "2s"): "TOKENGAP_INTERVALL is no setting; did you mean TOKENGAP_INTERVAL?",
     ("TOKENGAP_ENGINES", "http://h:1"): "TOKENGAP_ENGINES is no setting; did you mean TOKENGAP_ENGINE?",
-    ("TOKENGAP_XYZ", "1"): "TOKENGAP_XYZ is no setting; expected one of TOKENGAP_ENGINE, ",
+    ("TOKENGAP_XYZ", "1"): "TOKENGAP_XYZ is no setting; expected TOKENGAP_ and one of ENGINE, HOP, ",
     ("TOKENGAP_INTERVAL", "fast"): "TOKENGAP_INTERVAL is 'fast'; expected a time such as 8s",
     ("TOKENGAP_SLOTS", "x"): "TOKENGAP_SLOTS is 'x'; expected a whole number",
     ("TOKENGAP_AUTO", "2"): "TOKENGAP_AUTO is '2'; expected true or false",
@@ -410,7 +419,7 @@ def test_an_alias_is_not_multiplied(tmp_path: Path):
     lists = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 10)]
     text = "\n".join(["engines:", "- url: &x0 http://h:1", *(f"  {line}" for line in lists)])
     assert refusal(lambda: from_file(tmp_path, text)).endswith(
-        "line 3: engines[0].x1 is no setting; expected one of url, name, slots, class, addresses"
+        "line 3: engines[0].x1 is no setting; expected one of url, name, slots, class, addresses, gpus"
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from tokengap.errors import SourceError, SourceRefused
+from tokengap.gpu_readings import GpuSnapshot
 from tokengap.readings import EnginePage, ProcessTable, Reading, Readings, SocketSnapshot
 from tokengap.topology import Topology
 from tokengap.view import View
@@ -55,13 +56,21 @@ class ProcessSource(Protocol):
         """Return what the process table tells, and whose sockets those inodes are."""
 
 
+class GpuSource(Protocol):
+    """What the beat needs of :class:`tokengap.sources.gpu.NvmlReader` or :class:`tokengap.sources.dcgm.DcgmPage`."""
+
+    async def read(self) -> GpuSnapshot:
+        """Return the GPUs as they were last read, or why there are none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All sources of one exporter; the engines' pages by engine name."""
+    """All sources of one exporter; the engines' pages by engine name. ``gpu`` is None where it is not asked for."""
 
     sockets: SocketSource
     engines: Mapping[str, PageSource]
     processes: ProcessSource
+    gpu: GpuSource | None = None
 
 
 class Join(Protocol):
@@ -150,6 +159,7 @@ class Beat:
         self._pages: dict[str, Asker[EnginePage]] = {name: Asker(f"engine {name}") for name in sources.engines}
         # A walk through the processes of a large host takes seconds, and what it finds changes rarely.
         self._processes: Asker[ProcessTable] = Asker("processes", keep_late=True, valid=PROCESSES_VALID)
+        self._gpu: Asker[GpuSnapshot] = Asker("gpu", keep_late=True)
         self._state = join.start(topology)
 
     async def run(self) -> None:
@@ -168,6 +178,7 @@ class Beat:
         finally:
             self._sockets.cancel()
             self._processes.cancel()
+            self._gpu.cancel()
             for page in self._pages.values():
                 page.cancel()
 
@@ -184,8 +195,10 @@ class Beat:
         # and never the reverse. What a page knows more than the sockets is made up for by the next beat's bytes.
         sockets = await self._sockets.ask(lambda: self._sources.sockets.read(self._topology), within)
         questions = self._join.questions(self._state)
-        processes, pages = await asyncio.gather(
+        gpu = self._sources.gpu
+        processes, gpus, pages = await asyncio.gather(
             self._processes.ask(lambda: self._sources.processes.read(self._topology, questions), within),
+            self._gpu.ask(gpu.read, within) if gpu is not None else _nothing(),
             asyncio.gather(
                 *(self._pages[name].ask(source.read, within) for name, source in self._sources.engines.items())
             ),
@@ -199,5 +212,10 @@ class Beat:
             sockets=sockets,
             engines=dict(zip(self._sources.engines, pages, strict=True)),
             processes=processes,
+            gpu=gpus,
             late=late,
         )
+
+
+async def _nothing() -> None:
+    """Stand in for a question that is not asked."""

@@ -51,7 +51,8 @@ class Engine:
 
     ``endpoints`` are the addresses at which its API is reached (the URL's host resolved, and any configured
     ``addresses``); an endpoint with address None matches by port on this host. ``slots`` is the configured
-    ``max_num_seqs``, summed over data-parallel ranks, None when not configured.
+    ``max_num_seqs``, summed over data-parallel ranks, None when not configured. ``gpus`` are the UUIDs of the GPUs (or
+    MIG instances) it computes on, where configured; empty: those on which its processes are seen.
     """
 
     name: str
@@ -59,6 +60,19 @@ class Engine:
     endpoints: tuple[Endpoint, ...]
     slots: int | None = None
     klass: str = INTERACTIVE
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPrice:
+    """What a GPU costs: ``per_hour`` in ``currency`` for one GPU, power included, None where no price is set.
+
+    ``idle_power`` is the watts that a GPU draws for doing nothing; None takes the least that was seen of each.
+    """
+
+    per_hour: float | None = None
+    currency: str = "USD"
+    idle_power: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +99,7 @@ class Topology:
     hops: tuple[Hop, ...] = ()
     limits: Limits = field(default_factory=Limits)
     interval: float = 1.0
+    price: GpuPrice = field(default_factory=GpuPrice)
 
     @property
     def hop_names(self) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tokengap.gpu_readings import Gpu, GpuReason
+
 Client: TypeAlias = Literal["connected", "stalled", "vanished", "gone"]
 #: Client states in the order of their codes in :data:`STREAM`.
 CLIENTS: tuple[Client, ...] = ("connected", "stalled", "vanished", "gone")
@@ -27,6 +29,17 @@ SlotsFrom: TypeAlias = Literal["settings", "commandline", "observed"]
 
 Ending: TypeAlias = Literal["completed", "cancelled", "orphaned", "failed"]
 ENDINGS: tuple[Ending, ...] = ("completed", "cancelled", "orphaned", "failed")
+
+JoinedBy: TypeAlias = Literal["settings", "processes"]
+
+EnergySource: TypeAlias = Literal["counter", "power_integral"]
+
+Joules: TypeAlias = Literal["full", "active"]
+OrphanJoules: TypeAlias = Literal["full", "active", "sole"]
+
+#: Why GPU-seconds were not accounted: the GPU could not be read or is lost; the engine's page or its sockets could not
+#: be read; the beat lasted too long; it is a MIG instance, and nobody can say what part of the whole it costs.
+Unaccounted: TypeAlias = Literal["gpu", "engine", "late", "mig"]
 
 #: Upper bounds of the stream-age distribution, seconds. 6 and 8 are the default age cut and deadline.
 AGE_BOUNDS: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
@@ -90,8 +103,81 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What an engine's GPUs spent since the exporter started, and how much of it on orphans.
+
+    ``gpus_up`` and ``gpus_lost`` count its GPUs now. ``joules`` and ``orphan_joules`` are by basis: ``full`` all that
+    was drawn, ``active`` what exceeds idle power, ``sole`` only intervals in which nothing but orphans ran. What was
+    never known is missing, GPU-seconds (None) included. ``unaccounted`` is GPU-seconds by the reason why they are in
+    none of the others.
+    ``busy_without_tokens`` is seconds in which a GPU worked while the engine was idle or stuck.
+    """
+
+    gpus_up: int = 0
+    gpus_lost: int = 0
+    gpu_seconds: float | None = None
+    orphan_gpu_seconds: float | None = None
+    joules: Mapping[Joules, float] = field(default_factory=dict)
+    orphan_joules: Mapping[OrphanJoules, float] = field(default_factory=dict)
+    unaccounted: Mapping[Unaccounted, float] = field(default_factory=dict)
+    busy_without_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class XidView:
+    """An XID of one GPU: incidents since the exporter started, and when it was last reported (Unix time)."""
+
+    incidents: int
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """One GPU, or MIG instance, after a beat.
+
+    ``row`` is what was read, of a GPU that is lost or could not be read only what does not change. ``up`` is None where
+    nothing could be read. ``engines`` compute on it, ``joined_by`` settings or processes; empty: not known.
+    ``other_processes`` counts those of no watched engine. ``latched``: its utilization is no work. ``energy`` is
+    joules, the driver's counter or our own sum of power over time.
+    """
+
+    row: Gpu
+    up: bool | None
+    engines: tuple[str, ...]
+    joined_by: JoinedBy | None
+    other_processes: int | None
+    idle_power: float | None
+    latched: bool | None
+    energy: float | None
+    energy_source: EnergySource | None
+    energy_resets: int
+    xids: Mapping[int, XidView]
+
+
+@dataclass(frozen=True, slots=True)
+class GpusView:
+    """The GPUs of this host, or why there are none. ``read_at`` is when they were last read, Unix time."""
+
+    reason: GpuReason
+    detail: str
+    way: str
+    driver: str
+    readers: int
+    read_at: float | None
+    gpus: tuple[GpuView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one GPU costs an hour."""
+
+    per_hour: float
+    currency: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine after a beat. None: not known in this beat, and not published."""
+    """One engine after a beat. None: not known in this beat, and not published. ``cost``: None until a GPU is its."""
 
     name: str
     url: str
@@ -113,6 +199,7 @@ class EngineView:
     ghost_steps: float
     breach_seconds: float
     skipped: Mapping[str, int]
+    cost: Cost | None = None
 
     @property
     def utilization(self) -> float | None:
@@ -129,7 +216,8 @@ class View:
     ``hop_names`` are the configured hops, outermost first, and last ``engine``. ``endings`` counts ended streams since
     start by (engine, hop, ending). ``accounting`` is ``exact`` while the kernel tells the final counters of closing
     sockets, ``beat`` when up to one beat of a closing socket is missed, ``state`` when a fallback tells no bytes at
-    all, ``none`` when no sockets could be read.
+    all, ``none`` when no sockets could be read. ``gpus`` is None where they are not asked for, ``price`` where none is
+    set.
     """
 
     at: float
@@ -146,3 +234,5 @@ class View:
     groups: tuple[StreamGroup, ...]
     endings: Mapping[tuple[str, str, Ending], int]
     streams: StreamTable
+    gpus: GpusView | None = None
+    price: Price | None = None

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from join.world import Person, World
+from join.world import TICK, Person, World
+from tokengap.gpu_readings import Gpu, GpuProcess, GpuSnapshot
 from tokengap.join import start, step
 from tokengap.join.ledger import totals
-from tokengap.readings import Reading
+from tokengap.readings import Reading, Readings
 from tokengap.view import View
 
 
@@ -253,3 +254,42 @@ def test_the_identity_holds_and_no_total_ever_falls(
             assert engine.ghost_steps >= old.ghost_steps
         assert engine.coverage is None or 0 <= engine.coverage <= 1
         before = view
+
+
+class Metered(World):
+    """A world whose engine computes on one GPU of 600 W, with the true share of what orphans took of it."""
+
+    orphaned = held = 0.0
+
+    def tick(self) -> None:
+        super().tick()
+        running = [p for p in self.people if p.active and p.running_since is not None]
+        self.held += TICK
+        self.orphaned += TICK * sum(p.gone for p in running) / max(len(running), 1)
+
+    def readings(self, *, events: bool = True) -> Readings:
+        readings = super().readings(events=events)
+        row = Gpu("GPU-0", 0, readings.at, energy=600 * readings.at, power=600.0, processes=(GpuProcess(7),))
+        return replace(
+            readings,
+            gpu=Reading(readings.at, value=GpuSnapshot("ok", at=readings.at, gpus=(row,))),
+            processes=Reading(
+                readings.at, value=replace(readings.processes.value, families={"worker": frozenset({7, 8})})
+            ),
+        )
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("leaks", [None, "edge", "engine"])
+def test_orphans_cost_what_they_took(slots, leaks):
+    """GPU-seconds and joules of orphans are those of the sequences that truly ran for nobody, wherever the leak is and
+    whether or not others wait behind them; where nothing leaks there are none."""
+    world = Metered(crowd(tokens=400), slots=slots, leaks=leaks)
+    cost = play(world)[-1].engines[0].cost
+    assert cost.gpu_seconds == pytest.approx(world.held, abs=1)
+    assert cost.orphan_gpu_seconds == pytest.approx(world.orphaned, abs=1.5)
+    assert (world.orphaned > 10) == (leaks is not None)
+    assert cost.joules["full"] == pytest.approx(600 * cost.gpu_seconds, rel=0.05)
+    assert cost.orphan_joules["full"] == pytest.approx(600 * cost.orphan_gpu_seconds, rel=0.05)
+    alone = leaks is not None and slots == 1  # with one slot, whoever runs runs alone
+    assert cost.orphan_joules["sole"] == (pytest.approx(cost.orphan_joules["full"]) if alone else 0.0)

@@ -7,7 +7,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from tokengap.view import AGE_BOUNDS, CLIENTS, STREAM, EngineView, SourceView, StreamGroup, StreamTable, Tokens, View
+from tokengap.gpu_readings import Gpu, GpuProcess
+from tokengap.view import (
+    AGE_BOUNDS,
+    CLIENTS,
+    STREAM,
+    Cost,
+    EngineView,
+    GpusView,
+    GpuView,
+    Price,
+    SourceView,
+    StreamGroup,
+    StreamTable,
+    Tokens,
+    View,
+    XidView,
+)
 
 HOPS = ("edge", "admit", "engine")
 
@@ -35,6 +51,16 @@ def rich_view() -> View:
         ghost_steps=92.0,
         breach_seconds=0.75,
         skipped={"not a number": 2, "duplicate": 1},
+        cost=Cost(
+            gpus_up=1,
+            gpus_lost=1,
+            gpu_seconds=7200.0,
+            orphan_gpu_seconds=1440.0,
+            joules={"full": 3_600_000.0, "active": 3_000_000.0},
+            orphan_joules={"full": 720_000.0, "active": 600_000.0, "sole": 36_000.0},
+            unaccounted={"gpu": 12.5, "engine": 2.0},
+            busy_without_tokens=30.0,
+        ),
     )
     spare = EngineView(
         name='spare "b"\\<b>',
@@ -86,6 +112,7 @@ def rich_view() -> View:
             SourceView("engine", "worker", True, 0.004, "vLLM page, 49 kB"),
             SourceView("engine", 'spare "b"\\<b>', False, 0.001, "connection refused"),
             SourceView("processes", "", True, 0.15, ""),
+            SourceView("gpu", "", True, 0.0, "nvml"),
         ),
         engines=(worker, spare),
         hop_names=HOPS,
@@ -102,6 +129,72 @@ def rich_view() -> View:
             ("worker", "edge", "failed"): 1,
         },
         streams=streams,
+        gpus=gpus(),
+        price=Price(2.5, "EUR"),
+    )
+
+
+def gpus() -> GpusView:
+    """A GPU of everything, one that is lost, and one with memory of the host and no engine."""
+    healthy = Gpu(
+        uuid="GPU-8f6bb2a1-0000-4000-8000-000000000001",
+        index=0,
+        at=4999.5,
+        name="NVIDIA H100 80GB HBM3",
+        pci="00000000:3B:00.0",
+        utilization=0.97,
+        memory_used=80_000_000_000,
+        memory_total=85_520_809_984,
+        power=631.95,
+        energy=123_456.789,
+        temperature=59.0,
+        sm_clock=1.98e9,
+        throttled={"hw_thermal": 1.5, "sw_thermal": 0.0, "power_brake": 0.0},
+        throttling=("hw_thermal",),
+        ecc_uncorrectable=1,
+        remap_failure=False,
+        remap_pending=True,
+        recovery_action="reset",
+        pcie_replays=3,
+        processes=(GpuProcess(4242, 79_000_000_000),),
+        mig=False,
+    )
+    lost = Gpu("GPU-8f6bb2a1-0000-4000-8000-000000000002", 1, 4999.5, up=False, reason="lost", name=healthy.name)
+    unified = Gpu(
+        uuid="GPU-8f6bb2a1-0000-4000-8000-000000000003",
+        index=2,
+        at=4999.5,
+        name="NVIDIA GB10",
+        utilization=1.0,
+        power=11.17,
+        processes=(),
+        unified_memory=True,
+        unsupported={"memory": "not_supported"},
+    )
+    return GpusView(
+        reason="ok",
+        detail="",
+        way="nvml",
+        driver="590.48.01",
+        readers=1,
+        read_at=1_764_000_000.0,
+        gpus=(
+            GpuView(
+                healthy,
+                True,
+                ("worker",),
+                "processes",
+                0,
+                71.15,
+                False,
+                123_456.789,
+                "counter",
+                1,
+                {79: XidView(1, 1_763_999_990.0)},
+            ),
+            GpuView(lost, False, ("worker",), "processes", None, None, None, None, "counter", 0, {}),
+            GpuView(unified, True, (), None, 0, 11.17, None, 500.25, "power_integral", 0, {}),
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 
 from tokengap.readings import ESTABLISHED, ProcessTable
@@ -385,11 +386,33 @@ async def test_slots_are_read_behind_titled_api_servers(tmp_path: Path) -> None:
         assert await slots(behind(engine=engine.port)) == {"e": 4}
 
 
+async def test_the_processes_of_an_engine_are_those_below_its_listeners_master(tmp_path: Path) -> None:
+    """GPU work is done in a child of the API server (vLLM's EngineCore): it is the engine's, a stranger is not."""
+    with (
+        started("serve", "m", script=named(tmp_path, "vllm")) as engine,
+        started("--port", str(free_port())) as stranger,
+    ):
+        engine.tell("fork")
+        (family,) = (await Processes().read(behind(engine=engine.port), frozenset())).families.values()
+        children = {child.pid for child in psutil.Process(engine.pid).children()}
+        assert children
+        assert family == {engine.pid, *children}
+        assert stranger.pid not in family
+
+
+async def test_an_engine_behind_a_proxy_does_not_own_the_proxy_that_started_it(tmp_path: Path) -> None:
+    """A launcher that lends the engine its listener, or listens itself, has processes that are not the engine's."""
+    with started() as edge, started("serve", "m", script=named(tmp_path, "vllm")) as engine:
+        table = await Processes().read(behind(("edge", edge.port), engine=engine.port), frozenset())
+        assert table.families == {"e": {engine.pid}}
+
+
 async def test_slots_of_an_engine_elsewhere_are_not_looked_for_here(tmp_path: Path) -> None:
     """A remote engine on the same port number is not the local one."""
     with started("serve", "m", "--max-num-seqs", "4", script=named(tmp_path, "vllm")) as engine:
         remote = Engine("e", "http://192.0.2.7", (Endpoint("192.0.2.7", engine.port),))
-        assert await slots(Topology((remote,))) == {}
+        table = await Processes().read(Topology((remote,)), frozenset())
+        assert (table.slots, table.families) == ({}, {})
 
 
 async def test_an_engine_that_starts_later_is_found_at_the_next_refresh(tmp_path: Path) -> None:

@@ -392,12 +392,40 @@ async def test_engines(serve: Serve) -> None:
     assert "secret" not in text
 
 
+async def test_gpus(serve: Serve) -> None:
+    """Every GPU with its engine, its processes by pid, and what a device does not support; null with --no-gpu."""
+    client = await serve(published())
+    async with client.get("/api/gpus") as answer:
+        told = await answer.json()
+    assert (told["reason"], told["driver"]) == ("ok", "590.48.01")
+    healthy, lost, unified = told["gpus"]
+    assert healthy["row"]["processes"] == [{"pid": 4242, "memory": 79_000_000_000}]
+    assert (healthy["engines"], healthy["joined_by"], healthy["xids"]["79"]["incidents"]) == (
+        ["worker"],
+        "processes",
+        1,
+    )
+    assert (lost["up"], lost["row"]["reason"], lost["row"]["power"]) == (False, "lost", None)
+    assert unified["row"]["unsupported"] == {"memory": "not_supported"}
+    serving = Serving()
+    serving.publish(replace(rich_view(), gpus=None), render(rich_view()))
+    client = await serve(serving)
+    async with client.get("/api/gpus") as answer:
+        assert await answer.json() is None
+
+
 async def test_sources(serve: Serve) -> None:
     """Each source, up or down and why."""
     client = await serve(published())
     async with client.get("/api/sources") as answer:
         rows = await answer.json()
-    assert [row["up"] for row in rows] == [True, True, False, True]
+    assert [(row["source"], row["up"]) for row in rows] == [
+        ("sockets", True),
+        ("engine", True),
+        ("engine", False),
+        ("processes", True),
+        ("gpu", True),
+    ]
     assert rows[2]["detail"] == "connection refused"
 
 

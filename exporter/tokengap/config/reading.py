@@ -186,6 +186,9 @@ def _shown(value: object) -> str:
 
 def _unknown(key: str, known: Mapping[str, object]) -> str:
     # Without what all variables begin with, or any of them would be close to any other.
-    words = {name.removeprefix("TOKENGAP_"): name for name in known}
-    close = difflib.get_close_matches(key.removeprefix("TOKENGAP_").replace("-", "_"), words, n=1)
-    return f"is no setting; {f'did you mean {words[close[0]]}?' if close else 'expected one of ' + ', '.join(known)}"
+    prefix = "TOKENGAP_" if key.startswith("TOKENGAP_") else ""
+    words = {name.removeprefix(prefix): name for name in known}
+    close = difflib.get_close_matches(key.removeprefix(prefix).replace("-", "_"), words, n=1)
+    if close:
+        return f"is no setting; did you mean {words[close[0]]}?"
+    return f"is no setting; expected {prefix and prefix + ' and '}one of {', '.join(words)}"

@@ -26,6 +26,9 @@ def broken(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
             ("classes", INTERACTIVE),
             f"names {INTERACTIVE}; expected another class, this one has the setting deadline",
         )
+    if settings.dcgm is not None and not settings.gpu:
+        yield ("dcgm",), "names where to read GPUs, while gpu says not to; expected only one of the two"
+    yield from _gpus(settings)
     yield from _names(settings)
     yield from _classes(settings)
     yield from _listeners(settings)
@@ -41,6 +44,14 @@ def _names(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
         if one.name in seen:
             yield (key, index, "name"), f"is {one.name} as that of another engine or hop; expected names that differ"
         seen.add(one.name)
+
+
+def _gpus(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
+    """A GPU may serve several engines, so only one that stands twice at the same engine is a mistake."""
+    for index, engine in enumerate(settings.engines):
+        for at, uuid in enumerate(engine.gpus):
+            if uuid in engine.gpus[:at]:
+                yield ("engines", index, "gpus"), f"names {uuid} twice; expected each GPU once"
 
 
 def _classes(settings: Settings) -> Iterator[tuple[KeyPath, str]]:

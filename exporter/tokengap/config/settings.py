@@ -15,7 +15,10 @@ from msgspec import NODEFAULT, Struct, field
 
 from tokengap.config.values import (
     Address,
+    Amount,
     Count,
+    Currency,
+    GpuUuid,
     Listen,
     LogFormat,
     LogLevel,
@@ -31,7 +34,7 @@ from tokengap.topology import INTERACTIVE
 class EngineSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """One engine. ``[NAME=]URL`` says the same in one word."""
 
-    expects: ClassVar = "[NAME=]URL, or a mapping with url and, where wanted, name, slots, class, addresses"
+    expects: ClassVar = "[NAME=]URL, or a mapping with url and, where wanted, name, slots, class, addresses, gpus"
     metavar: ClassVar = "[NAME=]URL"
 
     url: Annotated[Url, "Where its API is; `/metrics` is read there. Credentials in it are used and never shown."]
@@ -40,6 +43,11 @@ class EngineSettings(Struct, frozen=True, forbid_unknown_fields=True):
     klass: Annotated[Name, "The deadline class of its streams."] = field(name="class", default=Name(INTERACTIVE))
     addresses: Annotated[
         tuple[Address, ...], "Where proxies reach it besides the URL's host, such as the address of a service."
+    ] = ()
+    gpus: Annotated[
+        tuple[GpuUuid, ...],
+        "The UUIDs of the GPUs it computes on. Those on which its processes are seen by default; needed where they "
+        "cannot be seen (another host, a container without the host's pids, a dcgm-exporter).",
     ] = ()
 
     @staticmethod
@@ -106,6 +114,17 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     events: Annotated[
         bool, "Listen to the kernel for sockets that end. Without it up to one beat of each such socket is missed."
     ] = True
+    gpu: Annotated[bool, "Read this host's GPUs where there is an NVIDIA driver."] = True
+    dcgm: Annotated[
+        Url | None, "A dcgm-exporter to read GPUs from, where no second client of the driver may run. Replaces `gpu`."
+    ] = None
+    gpu_idle_power: Annotated[
+        Amount | None, "Watts that one GPU draws when it does nothing. The least that was seen of each by default."
+    ] = None
+    gpu_hour_price: Annotated[
+        Amount | None, "What one GPU costs an hour, power included. Without it no `tokengap_orphan_cost_total`."
+    ] = None
+    currency: Annotated[Currency, "The currency of `gpu_hour_price`."] = Currency("USD")
     listen: Annotated[Listen, "Where the page is served."] = Listen(":10788")
     telemetry_path: Annotated[PagePath, "The path of the series."] = PagePath("/metrics")
     show_addresses: Annotated[bool, "Show clients' addresses in `/api/streams`. They are masked otherwise."] = False

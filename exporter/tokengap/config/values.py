@@ -96,7 +96,7 @@ class Listen(str):
 
 
 class Url(str):
-    """The address of an engine's API. Credentials in it are used, and never shown."""
+    """The address of an engine's API or of an exporter. Credentials in it are used, and never shown."""
 
     __slots__ = ()
     expects: ClassVar = "http://HOST:PORT or https://HOST:PORT"
@@ -125,7 +125,7 @@ class PagePath(str):
 
     __slots__ = ()
     #: What is served there anyway.
-    taken: ClassVar = ("/", "/api/streams", "/api/engines", "/api/sources", "/-/healthy", "/-/ready")
+    taken: ClassVar = ("/", "/api/streams", "/api/engines", "/api/gpus", "/api/sources", "/-/healthy", "/-/ready")
     expects: ClassVar = f"a path such as /metrics, and none of {', '.join(taken)}"
     metavar: ClassVar = "PATH"
 
@@ -166,6 +166,55 @@ class Count(int):
         if isinstance(value, bool) or not re.fullmatch(r"\d{1,7}", text, re.ASCII) or not 1 <= int(text) <= 1_000_000:
             raise ValueError
         return cls(text)
+
+
+class GpuUuid(str):
+    """The identity of a GPU, or of a MIG instance."""
+
+    __slots__ = ()
+    expects: ClassVar = "a UUID as `nvidia-smi -L` prints it, such as GPU-8f6bb2a1-... or MIG-..."
+    metavar: ClassVar = "UUID"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        if not re.fullmatch(r"(GPU|MIG)-[0-9A-Za-z./-]{4,80}", str(value)):
+            raise ValueError
+        return cls(value)
+
+
+class Amount(float):
+    """An amount of money or of power, more than 0."""
+
+    __slots__ = ()
+    expects: ClassVar = "a number above 0"
+    metavar: ClassVar = "NUMBER"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        text = str(value).strip()
+        if not re.fullmatch(r"\d{1,9}\.?\d*|\.\d+", text, re.ASCII) or float(text) == 0:
+            raise ValueError
+        return cls(text)
+
+    def __str__(self) -> str:
+        return f"{float(self):g}"
+
+
+class Currency(str):
+    """The currency of a price."""
+
+    __slots__ = ()
+    expects: ClassVar = "a currency of three letters such as USD or EUR (ISO 4217)"
+    metavar: ClassVar = "CODE"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        if not re.fullmatch(r"[A-Z]{3}", str(value)):
+            raise ValueError
+        return cls(value)
 
 
 class Switch:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from tokengap.config import rules
 from tokengap.config.settings import EngineSettings, HopSettings, Settings
 from tokengap.errors import SettingsError, SourceError
-from tokengap.topology import ENGINE_HOP, INTERACTIVE, Endpoint, Engine, Hop, Limits, Topology
+from tokengap.topology import ENGINE_HOP, INTERACTIVE, Endpoint, Engine, GpuPrice, Hop, Limits, Topology
 
 #: From an engine's URL to the addresses at which it is reached. Raises SourceError when the name does not resolve.
 Resolve: TypeAlias = Callable[[str], Awaitable[tuple[Endpoint, ...]]]
@@ -46,6 +46,11 @@ async def topology(
             prefill_budget=float(settings.prefill_budget),
         ),
         interval=float(settings.interval),
+        price=GpuPrice(
+            per_hour=None if settings.gpu_hour_price is None else float(settings.gpu_hour_price),
+            currency=str(settings.currency),
+            idle_power=None if settings.gpu_idle_power is None else float(settings.gpu_idle_power),
+        ),
     )
 
 
@@ -57,7 +62,12 @@ async def _engine(engine: EngineSettings, settings: Settings, resolve: Resolve) 
     endpoints = dict.fromkeys((*resolved, *(address.endpoint for address in engine.addresses)))
     slots = engine.slots or settings.slots
     return Engine(
-        str(engine.name), str(engine.url), tuple(endpoints), None if slots is None else int(slots), str(engine.klass)
+        name=str(engine.name),
+        url=str(engine.url),
+        endpoints=tuple(endpoints),
+        slots=None if slots is None else int(slots),
+        klass=str(engine.klass),
+        gpus=tuple(map(str, engine.gpus)),
     )
 
 

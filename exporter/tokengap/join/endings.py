@@ -36,17 +36,28 @@ TAIL_BYTES, TAIL_SHARE = 1024, 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """A request whose socket closed before its end: the hop it had entered at, when it was asked for and when left,
+    and whether its answer had begun."""
+
+    hop: int
+    asked: float
+    since: float
+    answered: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Fates:
     """What is remembered of one engine between beats.
 
-    ``limbo``: for each request whose socket closed before its end, oldest first, the hop it had entered at, and when.
+    ``limbo``: the requests whose socket closed before their end and which may still run, oldest first.
     ``excess``: how many more requests than streams the engine had in the beat before; ``usual``: how many more it had
     while nothing was in limbo (traffic that this exporter cannot see). ``finished``: the engine's own count when last
     read; ``spare``: what it finished and no stream has accounted for, of one beat. ``count``: endings since start by
     hop index.
     """
 
-    limbo: tuple[tuple[int, float], ...] = ()
+    limbo: tuple[Left, ...] = ()
     excess: float = 0.0
     usual: float = 0.0
     finished: float | None = None
@@ -130,23 +141,23 @@ def end(
             whole[i] = left_now[i] and got_all[i]
             add(*((entered, "completed") if whole[i] else (int(streams.leaks_at[i]), "orphaned")))
         else:
-            limbo.append((entered, at))
+            limbo.append(Left(entered, float(seg["asked"][i]), at, bool(answered[i])))
     spare -= int(unseen.sum())
 
     # In limbo: finished by the engine after all, still there, or dropped.
-    kept: list[tuple[int, float]] = []
+    kept: list[Left] = []
     room = round(leaked)
-    for hop, since in reversed(limbo):  # the youngest are the likeliest to be there still
-        if page is None and at - since < 3 * beat:
-            kept.append((hop, since))
-        elif spare > 0 and since < at:
+    for left in reversed(limbo):  # the youngest are the likeliest to be there still
+        if page is None and at - left.since < 3 * beat:
+            kept.append(left)
+        elif spare > 0 and left.since < at:
             spare -= 1
             add(last, "orphaned")
         elif room > 0:
             room -= 1
-            kept.append((hop, since))
+            kept.append(left)
         else:
-            add(hop, "cancelled")
+            add(left.hop, "cancelled")
     finished_now = page.finished if page is not None and page.finished is not None else fates.finished
     spare = max(min(spare, newly_finished), 0)
     fates = replace(fates, limbo=tuple(reversed(kept)), finished=finished_now, spare=spare, count=tally)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.join import endings, ledger, queue, rest, streams, verdict
+from tokengap.join import cost, endings, gpus, ledger, queue, rest, streams, verdict
 from tokengap.join.client import CONNECTED, VANISHED
 from tokengap.join.segments import Segments, in_flight, stays
 from tokengap.readings import EnginePage, Reading, Readings, SocketSnapshot
@@ -19,6 +19,7 @@ from tokengap.view import (
     STREAM,
     Accounting,
     EngineView,
+    Price,
     SlotsFrom,
     SourceView,
     StreamGroup,
@@ -55,6 +56,8 @@ class State:
 
     streams: streams.StreamState
     engines: Mapping[str, EngineMemory]
+    gpus: gpus.GpuState = field(default_factory=gpus.GpuState)
+    cost: cost.CostState = field(default_factory=cost.CostState)
     at: float | None = None
     beats: int = 0
     late_beats: int = 0
@@ -95,10 +98,11 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
     memories: dict[str, EngineMemory] = {}
     views: list[EngineView] = []
     credited: dict[int, ledger.Owned] = {}
+    loads: dict[str, cost.Load | None] = {}
     for index, engine in enumerate(topology.engines):
         memory = state.engines.get(engine.name, EngineMemory())
         reading = readings.engines.get(engine.name) or Reading(readings.at, error="not read in this beat")
-        memory, view, own = _engine(memory, index, engine, reading, readings, seen, hop_names, dt)
+        memory, view, own, loads[engine.name] = _engine(memory, index, engine, reading, readings, seen, hop_names, dt)
         memories[engine.name] = memory
         views.append(view)
         if own is not None:
@@ -112,11 +116,17 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         seen = replace(seen, segments=segments)
         table, groups = _streams_now(seen, topology, readings)
 
+    gpu_state, gpus_view, used = gpus.observe(state.gpus, readings)
+    costs = cost.account(state.cost, gpus_view, used, loads, dt=dt, interval=topology.interval)
+    price = topology.price
+
     lost = snapshot.lost if snapshot is not None else state.events_lost
     degraded = snapshot is None or lost > state.events_lost or readings.late or None in pages.values()
     state = State(
         streams=stream_state,
         engines=memories,
+        gpus=gpu_state,
+        cost=costs,
         at=readings.at,
         beats=state.beats + 1,
         late_beats=state.late_beats + readings.late,
@@ -133,7 +143,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         accounting=_accounting(snapshot),
         events_lost=lost,
         sources=tuple(_sources(readings)),
-        engines=tuple(views),
+        engines=tuple(replace(view, cost=costs.accounts.get(view.name)) for view in views),
         hop_names=hop_names,
         groups=groups,
         endings={
@@ -142,6 +152,8 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
             for (hop, how), n in memories[engine.name].fates.count.items()
         },
         streams=table,
+        gpus=gpus_view,
+        price=None if price.per_hour is None else Price(price.per_hour, price.currency),
     )
     return state, view_
 
@@ -155,8 +167,8 @@ def _engine(
     seen: streams.Streams | None,
     hop_names: tuple[str, ...],
     dt: float,
-) -> tuple[EngineMemory, EngineView, ledger.Owned | None]:
-    """Bring one engine up to date: its streams' tokens and endings, its queue, its verdict."""
+) -> tuple[EngineMemory, EngineView, ledger.Owned | None, cost.Load | None]:
+    """Bring one engine up to date: its streams' tokens and endings, its queue, its verdict, what it ran."""
     page, limits, at = reading.value, readings.topology.limits, readings.at
     own = _own(seen, index)
     flying = own is not None and in_flight(own.segments)
@@ -219,6 +231,12 @@ def _engine(
     covered = memory.covered
     if own is not None and page is not None and (page.running or page.waiting):
         covered = gap.now == 0
+    load = None
+    if own is not None and page is not None and page.running is not None:
+        running, orphans = _running(own, page, fates.limbo[-round(gap.leaked) :] if gap.leaked >= 0.5 else ())
+        running = max(page.running, running)
+        tokens = book.tokens.out - memory.ledger.tokens.out
+        load = cost.Load(running, min(orphans, running), tokens, judgement.state)
     memory = EngineMemory(book, fates, curve, judge, breach, most, skipped, models, judgement.restarts, covered)
     view = EngineView(
         name=engine.name,
@@ -242,7 +260,23 @@ def _engine(
         breach_seconds=breach,
         skipped=skipped,
     )
-    return memory, view, own
+    return memory, view, own, load
+
+
+def _running(own: ledger.Owned, page: EnginePage, limbo: Sequence[endings.Left]) -> tuple[float, float]:
+    """Count the requests that hold a slot of the engine, and those of them that run for nobody.
+
+    Of all that are known, with a socket or in limbo, the queued ones do not: the youngest of those without an answer.
+    """
+    runs = in_flight(own.segments)
+    asked = np.concatenate([own.segments["asked"][runs], [left.asked for left in limbo]])
+    answered = np.concatenate([~np.isnan(own.segments["answered"][runs]), [left.answered for left in limbo]])
+    orphan = np.concatenate([own.client[runs] >= VANISHED, np.ones(len(limbo), dtype=bool)])
+    mute = np.flatnonzero(~answered.astype(bool))
+    queued = mute[np.argsort(-asked[mute], kind="stable")][: int(page.waiting or 0)]
+    holds = np.ones(len(asked), dtype=bool)
+    holds[queued] = False
+    return float(holds.sum()), float((holds & orphan).sum())
 
 
 def _own(seen: streams.Streams | None, index: int) -> ledger.Owned | None:
@@ -453,3 +487,10 @@ def _sources(readings: Readings) -> Iterator[SourceView]:
         yield SourceView("engine", name, page.value is not None, page.took, page.error or "")
     processes = readings.processes
     yield SourceView("processes", "", processes.value is not None, processes.took, processes.error or "")
+    if readings.gpu is not None:
+        snapshot, took = readings.gpu.value, readings.gpu.took
+        if snapshot is None:
+            yield SourceView("gpu", "", False, took, readings.gpu.error or "")
+        else:
+            why = f"{snapshot.reason}: {snapshot.detail}" if snapshot.detail else snapshot.reason
+            yield SourceView("gpu", "", snapshot.reason == "ok", took, snapshot.way if why == "ok" else why)

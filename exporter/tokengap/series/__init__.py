@@ -6,12 +6,14 @@ on the page, in ``docs/series.md`` and known to dashboards and alerts; there is 
 
 from __future__ import annotations
 
+from tokengap.series.cost import COST
 from tokengap.series.declare import Series
 from tokengap.series.engines import ENGINES
+from tokengap.series.gpus import GPUS
 from tokengap.series.itself import ITSELF
 from tokengap.series.queue import QUEUE
 from tokengap.series.streams import STREAMS_IN_FLIGHT
 from tokengap.series.tokens import TOKENS
 
 #: Every series, in the order of the page.
-SERIES: tuple[Series, ...] = (*TOKENS, *STREAMS_IN_FLIGHT, *QUEUE, *ENGINES, *ITSELF)
+SERIES: tuple[Series, ...] = (*TOKENS, *STREAMS_IN_FLIGHT, *QUEUE, *ENGINES, *COST, *GPUS, *ITSELF)

@@ -70,7 +70,8 @@ BEATS_LATE = Series(
 BEATS_DEGRADED = Series(
     name="tokengap_beats_degraded_total",
     kind="counter",
-    help="Beats in which at least one source could not be read. tokengap_source_up says which one it is now.",
+    help="Beats in which the sockets or an engine's page could not be read, or events of sockets were lost, or that "
+    "came late. tokengap_source_up says what it is now.",
     labels=(),
     read=lambda view: _overall(view.degraded_beats),
 )

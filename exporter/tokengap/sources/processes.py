@@ -1,4 +1,5 @@
-"""The processes of this host: whose socket is this, with how many slots was an engine started, what could be watched.
+"""The processes of this host: whose socket is this, with how many slots was an engine started, which
+processes are its own, what could be watched.
 
 Looking through the open files of every process costs seconds at 100,000 sockets, so the processes of hops are looked
 at first, all others rarely, and never more than a fiftieth of the time. What may not be seen stays unanswered.
@@ -45,6 +46,7 @@ class Processes:
         self._topology: Topology | None = None
         self._walk: asyncio.Future[_Found] | None = None
         self._slots: Mapping[str, int] = {}
+        self._families: Mapping[str, frozenset[int]] = {}
         # Two generations of answers: what is asked for moves to the younger, and the older is dropped in turn.
         self._answers: dict[int, str] = {}
         self._older: dict[int, str] = {}
@@ -71,11 +73,11 @@ class Processes:
                     self._walk = None
             if found.topology == topology:
                 self._answers.update(found.owners)
-                self._slots = found.slots
+                self._slots, self._families = found.slots, found.families
                 answers |= {inode: owner for inode, owner in found.owners.items() if inode in questions}
         # Our own sockets without being asked: our reads of an engine's page go where the streams go.
         own = dict.fromkeys(holders((os.getpid(),), None).pids, "")
-        return ProcessTable(owners=own | answers, slots=self._slots)
+        return ProcessTable(owners=own | answers, slots=self._slots, families=self._families)
 
     def _recall(self, questions: frozenset[int], now: float) -> dict[int, str]:
         if now - self._turned > _FORGET_SECONDS or len(self._answers) > _MOST_ANSWERS:
@@ -86,11 +88,12 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What one walk brought: owners by inode, slots by engine, and for which topology."""
+    """What one walk brought: owners by inode, slots and processes by engine, and for which topology."""
 
     topology: Topology
     owners: Mapping[int, str]
     slots: Mapping[str, int]
+    families: Mapping[str, frozenset[int]]
 
 
 class _Host:
@@ -106,6 +109,7 @@ class _Host:
         self._hop_of: dict[int, str] = {}
         self._all_hops_seen = False
         self._slots: dict[str, int] = {}
+        self._families: dict[str, frozenset[int]] = {}
 
     def due(self, now: float, topology: Topology, missing: frozenset[int]) -> bool:
         """Tell whether a walk is worth its cost now."""
@@ -130,7 +134,7 @@ class _Host:
                 owners |= dict.fromkeys(missing - held.pids.keys(), "")
             took = time.monotonic() - ended
             self._everyone_due = ended + took + max(_EVERYONE_SECONDS, _REST_FACTOR * took)
-        return _Found(topology, owners, dict(self._slots))
+        return _Found(topology, owners, dict(self._slots), dict(self._families))
 
     def _owner(self, topology: Topology, pids: frozenset[int]) -> str:
         """Return the hop, the outermost if several, that one of the processes belongs to, or ``""``."""
@@ -162,8 +166,12 @@ class _Host:
             others = [pids for name, pids in held_by.items() if name != hop.name]
             for pid in tree.family(held_by[hop.name], stop=frozenset().union(*others)):
                 self._hop_of.setdefault(pid, hop.name)
-        self._slots = {}
+        self._slots, self._families = {}, {}
         for name, ports in here.items():
+            others = [pids for other, pids in held_by.items() if other != name]
+            if of_engine[name]:
+                family = tree.family(held_by[name], stop=frozenset().union(*others))
+                self._families[name] = frozenset(family)
             slots = _slots_at(tree, held_by[name], ports) if of_engine[name] else None
             if slots is not None:
                 self._slots[name] = slots

@@ -1,4 +1,4 @@
-"""The JSON under ``/api/``: streams one by one, engines, sources. What has no place in labels stands here."""
+"""The JSON under ``/api/``: streams one by one, engines, GPUs, sources. What has no place in labels stands here."""
 
 from __future__ import annotations
 
@@ -88,6 +88,12 @@ def engines_json(view: View) -> bytes:
         for engine in view.engines
     ]
     return msgspec.json.encode(rows)
+
+
+def gpus_json(view: View) -> bytes:
+    """Return ``/api/gpus``: why there are GPUs or none, and each GPU with all that is known of it, its processes
+    included."""
+    return msgspec.json.encode(msgspec.to_builtins(view.gpus, enc_hook=_plain, str_keys=True))
 
 
 def sources_json(view: View) -> bytes:

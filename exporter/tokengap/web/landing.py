@@ -14,7 +14,7 @@ from html import escape
 
 from tokengap import __version__
 from tokengap.series.engines import public_url
-from tokengap.view import CLIENTS, EngineView, View
+from tokengap.view import CLIENTS, EngineView, GpuView, View
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8886; --soft: #8882; --bad: #c62828; }
@@ -53,7 +53,7 @@ def landing_page(view: View | None, telemetry_path: str) -> bytes:
         body = "<p>The first beat is not done yet.</p>"
         interval = 1.0
     else:
-        body = "".join((_engines(view), _hops(view), _sources(view), _beat(view)))
+        body = "".join((_engines(view), _hops(view), _cost(view), _gpus(view), _sources(view), _beat(view)))
         interval = view.interval
     page = f"""<!DOCTYPE html>
 <html lang="en">
@@ -72,6 +72,7 @@ def landing_page(view: View | None, telemetry_path: str) -> bytes:
 <a href="{escape(telemetry_path)}">Metrics</a>
 <a href="/api/streams">Streams</a>
 <a href="/api/engines">Engines</a>
+<a href="/api/gpus">GPUs</a>
 <a href="/api/sources">Sources</a>
 <a href="/-/healthy">Healthy</a>
 <a href="/-/ready">Ready</a>
@@ -128,6 +129,64 @@ def _hop_rows(view: View) -> Iterable[Sequence[str]]:
             )
 
 
+def _cost(view: View) -> str:
+    """Return what orphans took of each engine's GPUs; nothing where no engine has one."""
+    costs = [(engine.name, engine.cost) for engine in view.engines if engine.cost is not None]
+    if not costs:
+        return ""
+    money = view.price.currency if view.price is not None else ""
+    columns = ["engine", *map(_Number, ("GPUs", "GPU time", "of it orphans", "energy", "of it orphans"))]
+    rows = []
+    for name, cost in costs:
+        gpus = f"{cost.gpus_up}" + (f", {cost.gpus_lost} lost" if cost.gpus_lost else "")
+        row = [
+            name,
+            _Bad(gpus) if cost.gpus_lost else _Number(gpus),
+            _hours(cost.gpu_seconds),
+            _hours(cost.orphan_gpu_seconds),
+            _energy(cost.joules.get("full")),
+            _energy(cost.orphan_joules.get("full")),
+        ]
+        if view.price is not None:
+            price = (cost.orphan_gpu_seconds or 0.0) * view.price.per_hour / 3600
+            row.append(_Number(_UNKNOWN if cost.orphan_gpu_seconds is None else f"{price:,.2f} {money}"))
+        rows.append(row)
+    return _table("What orphans cost", columns + ([_Number("price")] if money else []), rows)
+
+
+def _gpus(view: View) -> str:
+    """Return a row per GPU; nothing where there is none, which the row of the source explains."""
+    if view.gpus is None or not view.gpus.gpus:
+        return ""
+    numbers = ("utilization", "memory", "power", "temperature", "clock")
+    columns = ("GPU", "state", "engine", *map(_Number, numbers), "trouble")
+    return _table("GPUs", columns, map(_gpu_cells, view.gpus.gpus))
+
+
+def _gpu_cells(gpu: GpuView) -> Sequence[str]:
+    row = gpu.row
+    state = {True: "up", False: _Bad(f"lost ({row.reason})"), None: _UNKNOWN}[gpu.up]
+    if row.memory_used is None or row.memory_total is None:
+        memory = "the host's" if row.unified_memory else _UNKNOWN
+    else:
+        memory = f"{row.memory_used / 2**30:,.1f} of {row.memory_total / 2**30:,.1f} GiB"
+    trouble = [f"XID {code} ({xid.incidents})" for code, xid in gpu.xids.items()]
+    trouble += [f"slowed down: {reason}" for reason in row.throttling or ()]
+    trouble += ["utilization latched"] if gpu.latched else []
+    trouble += [f"wants: {row.recovery_action}"] if row.recovery_action not in (None, "none") else []
+    return (
+        f"{row.index} {row.name} ({row.uuid})",
+        state,
+        ", ".join(gpu.engines) or _UNKNOWN,
+        _Number(_UNKNOWN if row.utilization is None else f"{row.utilization:.0%}"),
+        _Number(memory),
+        _Number(_UNKNOWN if row.power is None else f"{row.power:,.0f} W"),
+        _Number(_UNKNOWN if row.temperature is None else f"{row.temperature:.0f} °C"),
+        _Number(_UNKNOWN if row.sm_clock is None else f"{row.sm_clock / 1e6:,.0f} MHz"),
+        _Bad(", ".join(trouble)) if trouble else "",
+    )
+
+
 def _sources(view: View) -> str:
     rows = (
         (
@@ -156,6 +215,18 @@ def _count(value: float | None) -> _Number:
 
 def _seconds(value: float | None) -> _Number:
     return _Number(_UNKNOWN if value is None else f"{value:.1f} s")
+
+
+def _hours(seconds: float | None) -> _Number:
+    if seconds is None:
+        return _Number(_UNKNOWN)
+    return _Number(f"{seconds:,.1f} s" if seconds < 3600 else f"{seconds / 3600:,.2f} h")
+
+
+def _energy(joules: float | None) -> _Number:
+    if joules is None:
+        return _Number(_UNKNOWN)
+    return _Number(f"{joules:,.0f} J" if joules < 3.6e6 else f"{joules / 3.6e6:,.2f} kWh")
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
