@@ -135,13 +135,13 @@ def _cost(view: View) -> str:
     if not costs:
         return ""
     money = view.price.currency if view.price is not None else ""
-    columns = ["engine", *map(_Number, ("GPUs", "GPU time", "of it orphans", "energy", "of it orphans"))]
+    columns = ["engine", "GPUs", *map(_Number, ("GPU time", "of it orphans", "energy", "of it orphans"))]
     rows = []
     for name, cost in costs:
         gpus = f"{cost.gpus_up}" + (f", {cost.gpus_lost} lost" if cost.gpus_lost else "")
         row = [
             name,
-            _Bad(gpus) if cost.gpus_lost else _Number(gpus),
+            _Bad(gpus) if cost.gpus_lost else gpus,
             _hours(cost.gpu_seconds),
             _hours(cost.orphan_gpu_seconds),
             _energy(cost.joules.get("full")),
@@ -165,7 +165,7 @@ def _gpus(view: View) -> str:
 
 def _gpu_cells(gpu: GpuView) -> Sequence[str]:
     row = gpu.row
-    state = {True: "up", False: _Bad(f"lost ({row.reason})"), None: _UNKNOWN}[gpu.up]
+    state = {True: "up", False: _Bad(row.reason or "lost"), None: _UNKNOWN}[gpu.up]
     if row.memory_used is None or row.memory_total is None:
         memory = "the host's" if row.unified_memory else _UNKNOWN
     else:
