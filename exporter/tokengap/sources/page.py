@@ -16,8 +16,8 @@ class MetricsPage:
     """A page of metrics in the Prometheus text format, at one address.
 
     ``deadline`` (seconds) is for the whole page, ``max_bytes`` for the page after decompression. The session is the
-    caller's; with aiohttp 3.14 it decompresses piecewise, so a compressed page that grows without end stops at the limit
-    as well. Requests that overlap wait for each other, each within its own deadline.
+    caller's; with aiohttp 3.14 it decompresses piecewise, so a compressed page that grows without end stops at the
+    limit as well. Requests that overlap wait for each other, each within its own deadline.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, deadline: float, max_bytes: int) -> None:
