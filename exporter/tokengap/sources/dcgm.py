@@ -150,6 +150,11 @@ class _Rows:
         else:
             self.values[name] = max(value, self.values.get(name, value))
 
+    @property
+    def answered(self) -> bool:
+        """Whether the GPU gave any value. The last XID is remembered without it."""
+        return not self.values.keys() <= {_XID_LAST}
+
 
 @dataclass(frozen=True, slots=True)
 class _Page:
@@ -183,7 +188,7 @@ def _parse(body: bytes) -> _Page:
     warnings: list[str] = []
     for sample in _samples(body, warnings):
         uuid, instance = sample.labels.get("UUID", ""), sample.labels.get("GPU_I_ID", "")
-        if not uuid.strip():  # of a CPU, a switch or a link
+        if not uuid:  # of a CPU, a switch or a link
             continue
         value = sample.value
         why = why_blank(value) or ("" if math.isfinite(value) else "blank")
@@ -208,8 +213,9 @@ def _parse(body: bytes) -> _Page:
                 board.take(name, row.values[name], "")
             for name in _OF_BOARD & row.blanks.keys():
                 board.blanks.setdefault(name, row.blanks[name])
-        gpus.append(_gpu(uuid, board, has_instances=bool(instances)))
-        gpus += (_gpu(f"{uuid}/{number}", row, parent=uuid) for number, row in instances.items())
+        up = board.answered or any(row.answered for row in instances.values())
+        gpus.append(_gpu(uuid, board, up=up, has_instances=bool(instances)))
+        gpus += (_gpu(f"{uuid}/{number}", row, up=row.answered, parent=uuid) for number, row in instances.items())
         if board.values.get(_XID_LAST, -1.0) >= 0:
             last[uuid] = int(board.values[_XID_LAST])
     gpus.sort(key=lambda gpu: (gpu.index, gpu.parent or gpu.uuid, len(gpu.uuid), gpu.uuid))  # an instance after its GPU
@@ -228,7 +234,7 @@ def _samples(body: bytes, warnings: list[str]) -> Iterator[Sample]:
         raise SourceUnusable("the page is empty")
     whole, _, cut = text.rpartition("\n")
     if cut.strip():
-        warnings.append("the last line of the DCGM page has no end and was left out")
+        warnings.append("on the DCGM page, the last line has no end and was left out")
     lines = [line for line in whole.split("\n") if (name := _NAME.match(line)) and name[1] in _NAMES]
     try:
         yield from _read("\n".join(lines))
@@ -240,7 +246,7 @@ def _samples(body: bytes, warnings: list[str]) -> Iterator[Sample]:
             except ValueError:
                 unreadable.append(line)
         warnings.append(
-            f"{len(unreadable)} lines of the DCGM page cannot be read, the first is {unreadable[0][:200]!r}"
+            f"on the DCGM page, lines that cannot be read: {len(unreadable)}, the first is {unreadable[0][:200]!r}"
         )
 
 
@@ -254,7 +260,7 @@ def _number(label: str) -> int:
     return int(label) if label.isascii() and label.isdigit() and len(label) < 10 else -1
 
 
-def _gpu(uuid: str, rows: _Rows, *, parent: str = "", has_instances: bool = False) -> Gpu:
+def _gpu(uuid: str, rows: _Rows, *, up: bool, parent: str = "", has_instances: bool = False) -> Gpu:
     """Return a GPU from its lines, ``at`` left at 0."""
     found: dict[str, Any] = {}
     unsupported: dict[str, str] = {}
@@ -291,7 +297,6 @@ def _gpu(uuid: str, rows: _Rows, *, parent: str = "", has_instances: bool = Fals
             unsupported.setdefault(name, "mig")
         else:
             unsupported.setdefault(name, "not_exported")
-    up = bool(rows.values)
     return Gpu(
         uuid=uuid,
         index=_number(rows.labels.get("gpu", "")),
