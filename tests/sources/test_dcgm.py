@@ -443,6 +443,14 @@ async def test_which_errors_are_new(read: Reader, pages: list[tuple[bytes, ...]]
     assert await codes(read, *pages) == reported
 
 
+async def test_a_count_that_fell_behind_still_reports(read: Reader) -> None:
+    """Errors that only the last code showed do not hide those that, minutes later, only the total shows."""
+    for now, code in enumerate((43, 79, 43, 79)):
+        await read(float(now), *last(code))
+    late = await read(600.0, *last(79), xid(XID_TOTAL, 79, 1))
+    assert [report.code for report in late.xids] == [79]
+
+
 async def test_the_errors_of_a_mig_board_are_reported_once(read: Reader) -> None:
     """Every instance shows the errors of the board."""
     instances = ({"GPU_I_ID": str(number), "GPU_I_PROFILE": "1g.10gb"} for number in range(3))

@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,6 +120,9 @@ _DRIVER = "DCGM_FI_DRIVER_VERSION"
 #: Reports of one code in one read. One incident makes thousands; no more is learnt from them.
 _MOST_XIDS = 100
 
+#: Within so many seconds, what two names for errors show is the same errors; the exporter collects every 30.
+_XID_SKEW = 120.0
+
 _Values = dict[str, float]
 
 
@@ -177,16 +180,16 @@ def parse_page(body: bytes, at: float) -> GpuSnapshot:
     Lines that cannot be read are left out and told of in a warning. Raises SourceUnusable when the page is not text, or
     when nothing on it can be used.
     """
-    page = _parse(body)
+    page = _parse(*_lines(body))
     gpus = tuple(replace(gpu, at=at) for gpu in page.gpus)
     return GpuSnapshot("ok", way="dcgm", at=at, driver=page.driver, gpus=gpus, warnings=page.warnings)
 
 
-def _parse(body: bytes) -> _Page:
+def _parse(lines: list[str], warnings: tuple[str, ...]) -> _Page:
     rows: dict[tuple[str, str], _Rows] = {}
     counted: dict[tuple[str, str, int], float] = {}
-    warnings: list[str] = []
-    for sample in _samples(body, warnings):
+    samples, unreadable = _samples(lines)
+    for sample in samples:
         uuid, instance = sample.labels.get("UUID", ""), sample.labels.get("GPU_I_ID", "")
         if not uuid:  # of a CPU, a switch or a link
             continue
@@ -221,11 +224,11 @@ def _parse(body: bytes) -> _Page:
     gpus.sort(key=lambda gpu: (gpu.index, gpu.parent or gpu.uuid, len(gpu.uuid), gpu.uuid))  # an instance after its GPU
     drivers = (row.labels.get(_DRIVER, "") for row in rows.values())
     driver = next((driver for driver in drivers if driver and not driver.startswith("<<<")), "")
-    return _Page(driver, tuple(gpus), last, counted, tuple(warnings))
+    return _Page(driver, tuple(gpus), last, counted, warnings + unreadable)
 
 
-def _samples(body: bytes, warnings: list[str]) -> Iterator[Sample]:
-    """Parse the lines with a known name; say what was left out."""
+def _lines(body: bytes) -> tuple[list[str], tuple[str, ...]]:
+    """Return the lines with a known name, in one order whatever the page's, and what was left out."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -233,21 +236,23 @@ def _samples(body: bytes, warnings: list[str]) -> Iterator[Sample]:
     if not text.strip():
         raise SourceUnusable("the page is empty")
     whole, _, cut = text.rpartition("\n")
-    if cut.strip():
-        warnings.append("on the DCGM page, the last line has no end and was left out")
-    lines = [line for line in whole.split("\n") if (name := _NAME.match(line)) and name[1] in _NAMES]
+    lines = sorted(line for line in whole.split("\n") if (name := _NAME.match(line)) and name[1] in _NAMES)
+    return lines, ("on the DCGM page, the last line has no end and was left out",) if cut.strip() else ()
+
+
+def _samples(lines: list[str]) -> tuple[list[Sample], tuple[str, ...]]:
+    """Read the lines; say which cannot be."""
     try:
-        yield from _read("\n".join(lines))
+        return _read("\n".join(lines)), ()
     except ValueError:
-        unreadable = []
+        samples, unreadable = [], []
         for line in lines:
             try:
-                yield from _read(line)
+                samples += _read(line)
             except ValueError:
                 unreadable.append(line)
-        warnings.append(
-            f"on the DCGM page, lines that cannot be read: {len(unreadable)}, the first is {unreadable[0][:200]!r}"
-        )
+        first = unreadable[0][:200]
+        return samples, (f"on the DCGM page, lines that cannot be read: {len(unreadable)}, the first is {first!r}",)
 
 
 def _read(text: str) -> list[Sample]:
@@ -326,37 +331,47 @@ class _XidWatch:
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._last: dict[str, int] = {}
-        self._counted: dict[tuple[str, str, int], float] = {}
+        self._counted: Mapping[tuple[str, str, int], float] = {}
         self._grown: Counter[tuple[str, str, int]] = Counter()
-        self._reported: Counter[tuple[str, int]] = Counter()
+        self._reported: dict[tuple[str, int], tuple[int, float]] = {}  # how many, and when the last of them
 
     def new(self, page: _Page, at: float) -> tuple[Xid, ...]:
+        """Return the errors since the page before."""
         reports: list[Xid] = []
         for gpu in page.gpus:
             if gpu.parent:
                 continue
-            known, touched = gpu.uuid in self._seen, set()
-            last = page.last.get(gpu.uuid, self._last.get(gpu.uuid, 0))
-            if known and last and last != self._last.get(gpu.uuid):
-                touched.add(last)
-                self._grown[gpu.uuid, _XID_LAST, last] += 1
-            for key in {key for key in (*page.counted, *self._counted) if key[0] == gpu.uuid}:
-                now, before = page.counted.get(key, 0.0), self._counted.pop(key, 0.0)
-                growth = now - before
-                if growth < 0 and key[1] == _XID_TOTAL:
-                    growth = now  # the exporter started again
-                if known and growth > 0:
-                    touched.add(key[2])
-                    self._grown[key] += int(growth)
-            for code in sorted(touched):
-                highest = max(self._grown[gpu.uuid, name, code] for name in (_XID_LAST, _XID_TOTAL, _XID_COUNT))
-                new = highest - self._reported[gpu.uuid, code]
-                self._reported[gpu.uuid, code] = max(highest, self._reported[gpu.uuid, code])
-                reports += [Xid(at, code, gpu.uuid, gpu.pci)] * min(new, _MOST_XIDS)
-            self._seen.add(gpu.uuid)
-            self._last[gpu.uuid] = last
-            self._counted.update({key: count for key, count in page.counted.items() if key[0] == gpu.uuid})
+            growth = self._growth(gpu.uuid, page)
+            for code in sorted({code for _, code in growth}) if gpu.uuid in self._seen else ():
+                reported, when = self._reported.get((gpu.uuid, code), (0, at))
+                highest = reported
+                for name in (_XID_LAST, _XID_TOTAL, _XID_COUNT):
+                    before = reported if at - when > _XID_SKEW else self._grown[gpu.uuid, name, code]
+                    self._grown[gpu.uuid, name, code] = before + growth.get((name, code), 0)
+                    highest = max(highest, self._grown[gpu.uuid, name, code])
+                self._reported[gpu.uuid, code] = highest, at
+                reports += [Xid(at, code, gpu.uuid, gpu.pci)] * min(highest - reported, _MOST_XIDS)
+        there = {gpu.uuid for gpu in page.gpus}
+        self._seen |= there
+        self._last |= page.last
+        away = {key: count for key, count in self._counted.items() if key[0] not in there}
+        self._counted = away | dict(page.counted)
         return tuple(reports)
+
+    def _growth(self, uuid: str, page: _Page) -> dict[tuple[str, int], int]:
+        """Return how many errors each name shows that it did not show on the page before, by name and code."""
+        growth: dict[tuple[str, int], int] = {}
+        last = page.last.get(uuid, 0)
+        if last and last != self._last.get(uuid):
+            growth[_XID_LAST, last] = 1
+        for key in page.counted:
+            of, name, code = key
+            now, before = page.counted[key], self._counted.get(key, 0.0)
+            if of == uuid and now > before:
+                growth[name, code] = int(now - before)
+            elif of == uuid and now < before and name == _XID_TOTAL:  # the exporter started again
+                growth[name, code] = int(now)
+        return growth
 
 
 def page_url(url: str) -> str:
@@ -395,6 +410,7 @@ class DcgmPage:
     ) -> None:
         self._source = MetricsPage(page_url(url), session, deadline=deadline, max_bytes=max_bytes)
         self._clock = clock
+        self._lines: list[str] | None = None
         self._page: _Page | None = None
         self._snapshot = GpuSnapshot("starting", way="dcgm")
         self._xids = _XidWatch()
@@ -403,11 +419,16 @@ class DcgmPage:
     async def read(self) -> GpuSnapshot:
         """Fetch and read the page. Raises a SourceError."""
         body = await self._source.fetch()
-        return self._take(_parse(body), self._clock())
+        lines, warnings = _lines(body)
+        if lines != self._lines:  # most pages are those of the read before; to parse one costs 50 us a line
+            page = _parse(lines, warnings)
+            self._take(page, self._clock())
+            self._lines = lines
+        return self._snapshot
 
-    def _take(self, page: _Page, now: float) -> GpuSnapshot:
+    def _take(self, page: _Page, now: float) -> None:
         if page == self._page:
-            return self._snapshot
+            return
         gpus: list[Gpu] = []
         for gpu in page.gpus:  # an instance comes after its parent
             if gpu.parent:
@@ -431,7 +452,6 @@ class DcgmPage:
             xids=self._xids.new(page, now),
             warnings=page.warnings,
         )
-        return self._snapshot
 
 
 def _measured(gpu: Gpu) -> tuple[str, float] | None:
