@@ -82,7 +82,6 @@ _MEASURES: Mapping[str, _Measure] = {
     "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": _Measure("ecc_uncorrectable", int),
     "DCGM_FI_DEV_ROW_REMAP_FAILURE": _Measure("remap_failure", bool),
     "DCGM_FI_DEV_ROW_REMAP_PENDING": _Measure("remap_pending", bool),
-    "DCGM_FI_DEV_GPU_RECOVERY_ACTION": _Measure("recovery_action", _action),
     "DCGM_FI_DEV_GET_GPU_RECOVERY_ACTION": _Measure("recovery_action", _action),
     "DCGM_FI_DEV_PCIE_REPLAY_COUNTER": _Measure("pcie_replays", int),
     "DCGM_FI_DEV_MIG_MODE": _Measure("mig", bool),
@@ -109,7 +108,18 @@ _XID_LAST = "DCGM_FI_DEV_XID_ERRORS"
 _XID_TOTAL = "DCGM_EXP_XID_ERRORS_TOTAL"
 _XID_COUNT = "DCGM_EXP_XID_ERRORS_COUNT"
 
-_NAMES = frozenset((*_MEASURES, *_THROTTLED, _FREE, _RESERVED, _XID_LAST, _XID_TOTAL, _XID_COUNT))
+#: Names since DCGM 4.6, where a counter file uses them. Not DCGM_FI_DEV_GPU_UTIL_RATIO: percent in 4.6, a ratio in 4.7.
+_RENAMED: Mapping[str, str] = {
+    "DCGM_FI_DEV_BOARD_POWER_WATTS": "DCGM_FI_DEV_POWER_USAGE",
+    "DCGM_FI_DEV_GPU_RECOVERY_ACTION": "DCGM_FI_DEV_GET_GPU_RECOVERY_ACTION",
+    "DCGM_FI_DEV_GPU_TEMP_CELSIUS": "DCGM_FI_DEV_GPU_TEMP",
+    "DCGM_FI_DEV_PCIE_REPLAY_TOTAL": "DCGM_FI_DEV_PCIE_REPLAY_COUNTER",
+    "DCGM_FI_DEV_ROW_REMAP_FAILED": "DCGM_FI_DEV_ROW_REMAP_FAILURE",
+    "DCGM_FI_DEV_XID_ERROR": _XID_LAST,
+    "DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO": "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
+}
+
+_NAMES = frozenset((*_MEASURES, *_THROTTLED, _FREE, _RESERVED, _XID_LAST, _XID_TOTAL, _XID_COUNT, *_RENAMED))
 _OF_BOARD = frozenset((*(name for name, measure in _MEASURES.items() if measure.of_board), *_THROTTLED, _XID_LAST))
 _OF_BOARD_FIELDS = frozenset(("throttled", *(measure.field for measure in _MEASURES.values() if measure.of_board)))
 _FIELDS = sorted({*_OF_BOARD_FIELDS, *(measure.field for measure in _MEASURES.values())})
@@ -189,7 +199,7 @@ def parse_page(body: bytes, at: float) -> GpuSnapshot:
 
 
 def _parse(lines: list[str], warnings: tuple[str, ...]) -> _Page:
-    rows: dict[tuple[str, str], _Rows] = {}
+    rows: dict[tuple[str, str], _Rows] = {}  # by UUID and number of the MIG instance
     counted: dict[tuple[str, str, int], float] = {}
     samples, unreadable = _samples(lines)
     for sample in samples:
@@ -205,7 +215,7 @@ def _parse(lines: list[str], warnings: tuple[str, ...]) -> _Page:
                 key = (uuid, sample.name, code)  # each instance shows the errors of the whole
                 counted[key] = max(value, counted.get(key, 0.0))
         else:
-            entity.take(sample.name, value, why)
+            entity.take(_RENAMED.get(sample.name, sample.name), value, why)
     if not rows:
         raise SourceUnusable("no GPU on the page: expected dcgm-exporter's DCGM_FI_DEV_... lines with UUID labels")
 
