@@ -10,7 +10,6 @@ Never asked for: ``/health`` (on SGLang it generates a token), and any completio
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import re
 import socket
@@ -21,9 +20,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
-from tokengap.errors import SourceError, SourceRefused, SourceTimeout, SourceUnusable
+from tokengap.errors import SourceError, SourceUnusable
 from tokengap.readings import EnginePage
 from tokengap.sources.host import is_own, own_addresses
+from tokengap.sources.page import MetricsPage
 from tokengap.topology import Endpoint, Engine
 
 #: Names on the page, without their prefix, and the fields of EnginePage they fill.
@@ -242,62 +242,19 @@ async def resolve(url: str) -> tuple[Endpoint, ...]:
     return tuple(dict.fromkeys(Endpoint(None if is_own(address, own) else address, port) for address in addresses))
 
 
-_NOBODY = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
-
-
 class EngineSource:
     """The page of one engine.
 
     ``deadline`` (seconds) is for the whole read, ``max_bytes`` for the page after decompression: info labels have made
-    pages of 22 MB (vLLM issue 44691). The session is the caller's; with aiohttp 3.14 it decompresses piecewise, so a
-    compressed page that grows without end stops at the limit as well. Raises ValueError for a bad URL.
+    pages of 22 MB (vLLM issue 44691). Raises ValueError for a bad URL.
     """
 
     def __init__(
         self, engine: Engine, session: aiohttp.ClientSession, *, deadline: float, max_bytes: int = 8 * 2**20
     ) -> None:
         self.engine = engine
-        self._url = metrics_url(engine.url)
-        self._session = session
-        self._deadline = deadline
-        self._max_bytes = max_bytes
-        self._one_at_a_time = asyncio.Lock()
+        self._page = MetricsPage(metrics_url(engine.url), session, deadline=deadline, max_bytes=max_bytes)
 
     async def read(self) -> EnginePage:
         """Fetch and read the page. Raises a SourceError."""
-        try:
-            async with asyncio.timeout(self._deadline), self._one_at_a_time:
-                return parse_page(await self._fetch())
-        except TimeoutError:
-            raise SourceTimeout(f"no page within {self._deadline:g} s") from None
-        except aiohttp.ClientConnectorDNSError as error:
-            raise SourceError(f"{error.host} does not resolve") from None
-        except aiohttp.ClientConnectorError as error:
-            if _refused(error.os_error):
-                raise SourceRefused("connection refused") from None
-            raise SourceError(f"cannot connect: {error.os_error}") from None
-        except (aiohttp.ClientError, ValueError) as error:  # ValueError: a redirect to no address
-            raise SourceUnusable(f"the answer is broken: {_one_line(error)}") from None
-
-    async def _fetch(self) -> bytes:
-        # Plain text, or a page in OpenMetrics may show `vllm_` for `vllm:` and cost more to make.
-        headers = {"Accept": "text/plain;version=0.0.4", "Accept-Encoding": "gzip"}
-        async with self._session.get(self._url, headers=headers) as response:
-            if response.status != 200:
-                raise SourceUnusable(f"HTTP {response.status}")
-            page = bytearray()
-            async for piece in response.content.iter_any():
-                page += piece
-                if len(page) > self._max_bytes:
-                    response.close()
-                    raise SourceUnusable(f"the page is larger than {self._max_bytes} bytes")
-            return bytes(page)
-
-
-def _refused(error: OSError) -> bool:
-    """Tell whether nobody listens. One host with several addresses may fail with several errors and no errno."""
-    return error.errno in _NOBODY or (error.errno is None and f"[Errno {errno.ECONNREFUSED}]" in str(error))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        return parse_page(await self._page.fetch())
