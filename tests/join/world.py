@@ -6,6 +6,7 @@ users, one proxy and one engine, and keeps the truth. No real time passes, so hy
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -117,7 +118,8 @@ class World:
     CLOSE-WAIT), "engine" (generates on for closed connections), or None. ``pool``: upstream connections are kept and
     used again. ``header_first``: the answer's header comes with the acceptance, not with the first token, as from vLLM.
     ``local``: the engine is on this host, so its accepted sockets are seen too. ``polls``: bytes of a page
-    that something on this host fetches from the engine twice a second over one connection.
+    that something on this host fetches from the engine twice a second over one connection. ``shuffle``: a seed; the
+    requests of one burst reach the engine's queue in another order than they were sent.
     """
 
     people: list[Person]
@@ -133,9 +135,11 @@ class World:
     header: int = 180
     header_first: bool = True
     skew: float = 0.01
+    shuffle: int | None = None
     now: float = 1000.0
     generated: int = 0
     finished: int = 0
+    finished_tokens: int = 0
     closed: list[Sock] = field(default_factory=list)
     cookies: int = 1
     ports: int = 40000
@@ -145,6 +149,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.start = self.now
+        self.order = list(self.people)
+        if self.shuffle is not None:
+            random.Random(self.shuffle).shuffle(self.order)
         self.topology = Topology(
             engines=(Engine("worker", f"http://127.0.0.1:{WORKER}", (Endpoint(None, WORKER),)),),
             hops=(
@@ -231,7 +238,7 @@ class World:
 
     def _generate(self) -> None:
         """Run the engine for one tick: prefill, then every running sequence one token a step."""
-        queue = [p for p in self.people if p.up is not None and not p.done and not p.dropped]
+        queue = [p for p in self.order if p.up is not None and not p.done and not p.dropped]
         running = [p for p in queue if p.running_since is not None]
         for person in queue:
             if len(running) >= self.slots:
@@ -284,6 +291,7 @@ class World:
     def _finish(self, person: Person) -> None:
         person.done = True
         self.finished += 1
+        self.finished_tokens += person.generated
         assert person.up is not None
         if self.pool and not person.up.closed:
             self.idle.append(person.up)
@@ -333,6 +341,7 @@ class World:
             waiting=float(sum(p.running_since is None for p in queue)),
             generation_tokens=float(self.generated),
             finished=float(self.finished),
+            finished_tokens=float(self.finished_tokens),
             start_time=1.0,
             models=("m",),
             ranks=1,
