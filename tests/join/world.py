@@ -119,7 +119,7 @@ class World:
     used again. ``header_first``: the answer's header comes with the acceptance, not with the first token, as from vLLM.
     ``local``: the engine is on this host, so its accepted sockets are seen too. ``polls``: bytes of a page
     that something on this host fetches from the engine twice a second over one connection. ``shuffle``: a seed; the
-    requests of one burst reach the engine's queue in another order than they were sent.
+    requests of one burst go on from the proxy, and into the engine's queue, in another order than they came.
     """
 
     people: list[Person]
@@ -152,6 +152,7 @@ class World:
         self.order = list(self.people)
         if self.shuffle is not None:
             random.Random(self.shuffle).shuffle(self.order)
+        self.place = {id(person): n for n, person in enumerate(self.order)}
         self.topology = Topology(
             engines=(Engine("worker", f"http://127.0.0.1:{WORKER}", (Endpoint(None, WORKER),)),),
             hops=(
@@ -181,9 +182,12 @@ class World:
         if self.polls:
             self._poll()
         clock = self.now - self.start
+        asking = [p for p in self.people if p.up is None and not p.dropped and clock >= p.asks]
+        for person in asking:
+            self._arrive(person)
+        for person in sorted(asking, key=lambda p: self.place[id(p)]):
+            self._ask(person)
         for person in self.people:
-            if person.up is None and not person.dropped and clock >= person.asks:
-                self._ask(person)
             stays = person.leaves is None or person.gone or not person.active
             if not stays and clock >= person.asks + (person.leaves or 0.0):
                 self._leave(person)
@@ -193,11 +197,14 @@ class World:
             if down is not None and not down.closed and down.timer == TIMER_RETRANSMIT:
                 down.retransmits = int(np.log2(max((self.now - down.ack_at) / 0.2, 1.0)))
 
-    def _ask(self, person: Person) -> None:
+    def _arrive(self, person: Person) -> None:
         self.ports += 3
         if person.via == "edge":
             person.down = self._socket(EDGE, self.ports)
             person.down.received, person.down.recv_at = 150, self.now
+
+    def _ask(self, person: Person) -> None:
+        self.ports += 3
         person.up = self.idle.pop() if self.idle else self._socket(self.ports + 1, WORKER)
         person.up.sent, person.up.sent_at = person.up.sent + 160, self.now
         if self.chain and person.via == "edge":

@@ -42,14 +42,15 @@ class Fates:
     ``limbo``: the requests whose socket closed before their end and which may still run, oldest first.
     ``excess``: how many more requests than streams the engine had in the beat before; ``usual``: how many more it had
     while nothing was in limbo (traffic that this exporter cannot see). ``finished``: the engine's own count when last
-    read; ``spare``: what it finished and no stream has accounted for, of one beat. ``count``: endings since start by
-    hop index.
+    read; ``lately``: what it finished in that beat; ``spare``: what no stream has accounted for, of two beats (the end
+    of a socket may show one later). ``count``: endings since start by hop index.
     """
 
     limbo: tuple[Left, ...] = ()
     excess: float = 0.0
     usual: float = 0.0
     finished: float | None = None
+    lately: int = 0
     spare: int = 0
     count: Mapping[tuple[int, Ending], int] = field(default_factory=dict)
 
@@ -157,8 +158,8 @@ def end(
             add(left.hop, "cancelled")
     spare -= len(ran_out)
     finished_now = page.finished if page is not None and page.finished is not None else fates.finished
-    spare = max(min(spare, newly_finished), 0)
-    fates = replace(fates, limbo=tuple(kept), finished=finished_now, spare=spare, count=tally)
+    spare = max(min(spare, newly_finished + fates.lately), 0)
+    fates = replace(fates, limbo=tuple(kept), finished=finished_now, lately=newly_finished, spare=spare, count=tally)
     return fates, whole, ran_out
 
 

@@ -311,7 +311,15 @@ def _account(
     everyone = own if book.owed is None else own.plus(book.owed)
     if page is not None:
         unseen = max(gap.unseen, book.unseen)  # what was there in the beat before has run for a part of this one
-        quiet = silent.sequences(own, page, limbo.before, limbo.now, share=book.unstreamed, unseen=unseen)
+        quiet = silent.sequences(
+            own,
+            page,
+            limbo.before,
+            limbo.now,
+            share=book.unstreamed,
+            mostly_at_once=book.mostly_at_once,
+            unseen=unseen,
+        )
         book = replace(book, owed=None, unseen=gap.unseen)
         book, everyone = ledger.credit(book, everyone, quiet, hop_names, alone=gap.now == 0)
         book, everyone = ledger.correct(book, everyone, page, limbo.ran_out, beat)

@@ -37,6 +37,9 @@ PATIENCE = 3
 #: Differences between counted tokens and the worth of bytes below this are noise, not a silent sequence at work.
 NOISE_SHARE, NOISE_TOKENS = 0.10, 2.0
 
+#: The share of answers at once from which on first bytes are taken for a whole answer.
+MOSTLY_AT_ONCE = 0.5
+
 #: How fast what was learned about bytes per token fades, per beat.
 FADE = 0.95
 
@@ -76,6 +79,11 @@ class Ledger:
         at_once, all_ = self.answers
         return at_once / all_ if all_ else 1.0
 
+    @property
+    def mostly_at_once(self) -> bool:
+        """First bytes are the whole answer, by all that was seen."""
+        return self.answers[1] > 0 and self.unstreamed >= MOSTLY_AT_ONCE
+
 
 def count(ledger: Ledger, page: EnginePage) -> Ledger:
     """Take the page's counter in. A counter that fell, or another start time, is a new beginning: its value is the new
@@ -110,7 +118,7 @@ def credit(
     bytes_ = float(earning.sum())
     worth = bytes_ / ledger.bytes_per_token if ledger.bytes_per_token else None
     flowing = int((earning > 0).sum())
-    stranger_free = alone and silent.leaked + silent.unseen == 0
+    stranger_free = alone and silent.leaked + silent.unseen == 0 and not ledger.mostly_at_once
 
     if bytes_ <= 0:
         seen = 0.0
@@ -175,8 +183,8 @@ def correct(
     told = listen(ledger.told, page)
     if told is None:
         return ledger, streams
-    told, streams, doubts, rest = resolve(told, streams, ledger.doubts, ran_out, page, beat)
-    return replace(ledger, told=told, doubts=doubts, pool=ledger.pool + rest), streams
+    told, streams, doubts, pool = resolve(told, streams, ledger.doubts, ran_out, page, beat, ledger.pool)
+    return replace(ledger, told=told, doubts=doubts, pool=pool), streams
 
 
 def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledger, Owned]:

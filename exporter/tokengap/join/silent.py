@@ -115,7 +115,14 @@ class Silent:
 
 
 def sequences(
-    streams: Owned, page: EnginePage, before: Sequence[Left], now: Sequence[Left], *, share: float, unseen: float
+    streams: Owned,
+    page: EnginePage,
+    before: Sequence[Left],
+    now: Sequence[Left],
+    *,
+    share: float,
+    mostly_at_once: bool,
+    unseen: float,
 ) -> Silent:
     """Find the sequences that run without bytes: of those that wait for a first byte all but the ``waiting`` youngest.
 
@@ -124,14 +131,20 @@ def sequences(
     """
     seg = streams.segments
     flying = in_flight(seg)
-    mute = np.flatnonzero(flying & np.isnan(seg["answered"]))
-    flowing = int((flying & (seg["fresh"] > 0)).sum())
+    mute = np.flatnonzero(
+        np.isnan(seg["answered"]) & ~seg["trial"]
+    )  # those that ended in this beat ran for a part of it
+    flows = flying & (seg["fresh"] > 0)
+    if mostly_at_once:  # then what brought its first bytes has brought all, and does not run any more
+        flows &= seg["arrived"] < seg["supply"]
+    flowing = int(flows.sum())
     limbo = {left.id: left for left in (*before, *now)}
-    over = len(limbo) - len(now)
+    over = len(limbo) - len(now) + int((~flying[mute]).sum())
     quiet = tuple(left for left in limbo.values() if not left.answered)
     streaming = len(limbo) - len(quiet)
     room = int(page.running or 0) - flowing - streaming + over
     if share < FEW_UNSTREAMED:  # then a stream that runs shows it, and the tokens are those of the others
+        mute = mute[flying[mute]]
         runs = max(min(len(mute) - int(page.waiting or 0), room), 0)
         return Silent(
             mute, _probabilities(seg["asked"][mute], runs), share, quiet, np.ones(len(quiet)), streaming, unseen
@@ -185,11 +198,18 @@ def listen(told: Told | None, page: EnginePage) -> Told | None:
 
 
 def resolve(
-    told: Told, streams: Owned, doubts: Sequence[Doubt], ran_out: Sequence[Left], page: EnginePage, beat: float
+    told: Told,
+    streams: Owned,
+    doubts: Sequence[Doubt],
+    ran_out: Sequence[Left],
+    page: EnginePage,
+    beat: float,
+    pool: float,
 ) -> tuple[Told, Owned, tuple[Doubt, ...], float]:
     """Give those that ended the tokens that the engine counted for them, and the difference to those it may be of.
 
-    ``ran_out``: requests in limbo that the engine finished. Returns also the tokens that are left over.
+    ``ran_out``: requests in limbo that the engine finished. ``pool``: tokens that are nobody's yet; returns also what
+    they are now.
     """
     seg = streams.segments.copy()
     over = ~np.isnan(seg["ended"]) & ~seg["trial"] & ~np.isnan(seg["answered"]) & ~seg["told"]
@@ -207,12 +227,8 @@ def resolve(
     if not mine or requests < mine or tokens <= 0:
         left_over = max(requests - mine, 0.0)
         keep = tokens * left_over / requests if requests > 0 else 0.0
-        return (
-            replace(told, requests=left_over, tokens=max(keep, 0.0)),
-            replace(streams, segments=seg),
-            tuple(doubts),
-            0,
-        )
+        told = replace(told, requests=left_over, tokens=max(keep, 0.0))
+        return told, replace(streams, segments=seg), tuple(doubts), pool
 
     budget = tokens * mine / requests
     told = replace(told, requests=requests - mine, tokens=tokens - budget)
@@ -225,13 +241,15 @@ def resolve(
     right = np.maximum(right, settled)
     had = float(seg["tokens"][whole].sum()) + sum(doubt.tokens for doubt in known)
     instants = np.concatenate([seg["asked"][whole], [doubt.asked for doubt in known]])
+    unplaced = min(max(float(right.sum()) - had, 0.0), pool)
+    had, pool = had + unplaced, pool - unplaced
     lacking = float(right.sum()) - had
     seg, others, moved = _exchange(seg, others, lacking, instants)
     if moved < lacking and right.sum() > settled.sum():  # nobody has so many: they came before we looked
         right = settled + (right - settled) * (had + moved - settled.sum()) / (right.sum() - settled.sum())
     seg["tokens"][whole] = right[: len(size)]
     known = [doubt.of(float(n)) for doubt, n in zip(known, right[len(size) :], strict=True)]
-    return told, replace(streams, segments=seg), (*others, *known), max(moved - lacking, 0.0)
+    return told, replace(streams, segments=seg), (*others, *known), pool + max(moved - lacking, 0.0)
 
 
 def _exchange(
@@ -250,6 +268,7 @@ def _exchange(
         ]
     )
     asked = np.concatenate([seg["asked"][rows], [doubt.asked for doubt in doubts]])
+    ran = np.concatenate([(seg["hushed"][rows] > 0) | (held[: len(rows)] > 0), np.ones(len(doubts), dtype=bool)])
     change = np.zeros(len(held))
     for among in (_near(asked, instants), np.ones(len(held), dtype=bool)):
         open_ = lacking + change.sum()
@@ -257,7 +276,7 @@ def _exchange(
             can = np.where(among, np.maximum(held + change, 0.0), 0.0)
             change -= can * min(open_ / can.sum(), 1.0) if can.sum() > 0 else 0.0
         else:
-            to = np.where(among & (held > 0), held, 0.0)
+            to = np.where(among & ran, held + 1, 0.0)
             change -= to * open_ / to.sum() if to.sum() > 0 else 0.0
     seg["tokens"][rows] += change[: len(rows)]
     after = [doubt.of(doubt.tokens + n) for doubt, n in zip(doubts, change[len(rows) :], strict=True)]
@@ -272,8 +291,10 @@ def in_doubt(streams: Owned, share: float) -> NDArray[np.bool_]:
     seg = streams.segments
     if share < FEW_UNSTREAMED:
         return np.zeros(len(seg), dtype=bool)
-    left = (streams.client >= VANISHED) & np.isnan(seg["answered"])
-    return np.asarray(left & (seg["hushed"] > 0) & _near(seg["asked"], _candidates(streams)), dtype=np.bool_)
+    left = (streams.client >= VANISHED) & (seg["hushed"] > 0) & ~seg["told"]
+    mute = np.isnan(seg["answered"])
+    came = in_flight(seg) & (seg["grew"] == seg["answered"])  # at once, and its socket's end is yet to show
+    return np.asarray(left & (came | (mute & _near(seg["asked"], _candidates(streams)))), dtype=np.bool_)
 
 
 def release(doubts: Iterable[Doubt], streams: Owned, share: float) -> tuple[tuple[Doubt, ...], tuple[Doubt, ...]]:
