@@ -46,7 +46,7 @@ def test_the_leak_is_named_where_it_is(name):
     assert set(by_hop) <= {truth["leaks_at"]}
 
 
-#: By how many streams endings may be mistaken for each other, where it is more than one: an answer that came amid a dump
+#: By how many streams endings may be mistaken for each other, where by more than one: an answer that came amid a dump
 #: shows at its upstream socket and not yet at its client, and nothing else tells the clients of a burst apart.
 MISTAKEN = {"naive-not-streamed-burst": 3}
 
