@@ -1,9 +1,9 @@
 """The GPUs of this host, as the reader process tells of them (:mod:`tokengap.sources.nvml_reader`).
 
-This side never loads NVIDIA's library and never waits for it. It starts the reader, takes a line a cycle, and gives up on
-it when none comes: the values are gone then, not frozen. A reader that hangs gets SIGTERM and is left alone after that,
-never SIGKILL: to kill a client of the driver has frozen GPUs (dcgm-exporter 84). One replacement may run beside it, not
-two, and none while it sleeps in the kernel where no signal reaches it (state D).
+This side never loads NVIDIA's library and never waits for it. It starts the reader, takes a line a cycle, and gives up
+on it when none comes: the values are gone then, not frozen. A reader that hangs gets SIGTERM and is left alone after
+that, never SIGKILL: to kill a client of the driver has frozen GPUs (dcgm-exporter 84). One replacement may run beside
+it, not two, and none while it sleeps in the kernel where no signal reaches it (state D).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Patience:
     """How long is waited for what, in seconds.
 
     ``line``: for a line, ``first_line``: for the first one of a reader, as opening GPUs takes seconds each.
-    ``ending``: for a reader that was told to end. ``between`` is the time between two starts: the shortest, doubled with
-    each, and the longest. A reader that lived for longer than the longest makes it the shortest again.
+    ``ending``: for a reader that was told to end. ``between`` is the time between two starts: the shortest, doubled
+    with each, and the longest. A reader that lived for longer than the longest makes it the shortest again.
     """
 
     line: float = 5.0
@@ -108,7 +108,7 @@ class Process:
             transport.close()
 
     def unreachable(self) -> bool:
-        """Tell whether a thread of it is in uninterruptible sleep. The threads: the first of them may be asleep alone."""
+        """Tell whether a thread of it is in uninterruptible sleep; not only the first, which waits for the rest."""
         return "D" in {_state(path) for path in Path(f"/proc/{self.pid}/task").glob("*/stat")}
 
 
@@ -123,8 +123,8 @@ def _state(stat: Path) -> str:
 class NvmlReader:
     """The GPUs of this host. ``async with``, or start and close; :meth:`read` as often as wanted.
 
-    ``interval`` is the reader's cycle in seconds, ``device_patience`` what one GPU may take of it, ``kmsg`` the kernel's
-    log, empty for none. ``environment`` is the reader's, None for our own.
+    ``interval`` is the reader's cycle in seconds, ``device_patience`` what one GPU may take of it, ``kmsg`` the
+    kernel's log, empty for none. ``environment`` is the reader's, None for our own.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class NvmlReader:
                 undo.callback(transport.close)
                 streams.append(stream)
                 transports.append(transport)
-            pid = os.posix_spawn(
+            pid = os.posix_spawn(  # noqa: ASYNC221 - a vfork and an exec, a millisecond; asyncio's own kills at its end
                 sys.executable,
                 # -P: what lies in the directory we were started in is no module of ours
                 (sys.executable, "-P", "-m", "tokengap.sources.nvml_reader", *self._arguments),
