@@ -234,7 +234,7 @@ class DeviceReader:
             values |= self._field_values(device, misses)
         values["processes"] = self._checked(device, values.get("processes"))
         self._distrust(device, values, misses)
-        if "memory_total" not in values and any(p.memory for p in values["processes"] or ()):
+        if device.refused.get("memory") == "not_supported" and any(p.memory for p in values["processes"] or ()):
             device.shares_memory = not device.parent
         known = any(value is not None for value in values.values())
         if not known and "unknown" in misses.values():
