@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 MOST_READERS: Final = 2
 #: Lines of one reader's standard error that are logged.
 MOST_SAID: Final = 3
+#: Lines of all readers that are logged: different ones, numbers apart.
+MOST_LOGGED: Final = 50
 #: Bytes in a line, which is a snapshot: thousands of processes fit.
 LONGEST_LINE: Final = 4 << 20
 #: Reports of errors that are kept for the next read.
@@ -41,6 +43,8 @@ LATE: Final = 0.1
 
 #: The call in which a reader crashed, as Python's fault handler prints it.
 _CALL = re.compile(r"\bin (nvml\w+)")
+
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 _decoder = msgspec.json.Decoder(GpuSnapshot)
 
@@ -304,12 +308,13 @@ class NvmlReader:
         return Process(pid, our_in, streams[0], streams[1], tuple(transports))
 
     async def _listen(self, process: Process) -> None:
-        """Keep what a reader says on standard error, and log the beginning of it, each sentence once."""
+        """Keep what a reader says on standard error, and log the beginning of it, each kind of line once."""
         while line := await _line(process.stderr):
             text = line.decode(errors="replace").strip()
             process.said.append(text)
-            if len(process.said) <= MOST_SAID and text and text not in self._logged and len(self._logged) < 100:
-                self._logged.add(text)
+            kind = _NUMBER.sub("#", text)
+            if len(process.said) <= MOST_SAID and text and kind not in self._logged and len(self._logged) < MOST_LOGGED:
+                self._logged.add(kind)
                 log.warning("the GPU reader says", extra={"line": text[:500]})
 
     def _reap(self) -> None:

@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=1.5, help="seconds that one GPU may take")
     parser.add_argument("--kmsg", default="/dev/kmsg", help="the kernel's log, empty for none")
     options = parser.parse_args()
-    faulthandler.enable()  # a crash names the call in which it happened
+    faulthandler.enable(all_threads=False)  # a crash names the call in which it happened
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may crash once a minute for days
     stop, ended = threading.Event(), threading.Event()
     watch(stop, ended)
