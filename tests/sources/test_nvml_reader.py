@@ -344,6 +344,27 @@ def test_what_was_refused_for_good_is_not_asked_again(nvml: FakeNvml):
 
 
 @pytest.mark.e2e
+def test_a_value_that_is_late_once_is_not_unsupported(nvml: FakeNvml):
+    """Energy that was told before: absent for a cycle, and nobody takes the GPU for one that does not count it."""
+    with reading(nvml.environment) as reader:
+        assert reader.line().gpus[0].energy is not None
+        nvml.set(replace(H100, refuse={"nvmlDeviceGetTotalEnergyConsumption": 10}))
+        late = reader.until(lambda s: s.gpus[0].energy is None).gpus[0]
+        assert (late.up, late.power, late.unsupported) == (True, 631.95, {})
+        nvml.set(H100)
+        reader.until(lambda s: s.gpus[0].energy is not None)
+
+
+@pytest.mark.e2e
+def test_the_energy_counter_begins_anew(nvml: FakeNvml):
+    """A driver that was loaded again counts from 0: handed on as it is, a fall is the join's to see."""
+    with reading(nvml.environment) as reader:
+        assert reader.line().gpus[0].energy > 5_000_000.0
+        nvml.set(replace(H100, energy=1.0))
+        assert reader.until(lambda s: s.gpus[0].energy < 5_000_000.0).gpus[0].up
+
+
+@pytest.mark.e2e
 def test_values_that_cannot_be_are_left_out(nvml: FakeNvml):
     """SUCCESS with garbage (nvtop 110): 37,100 % is no utilisation, pid 4294967295 no process, 0 bytes not known."""
     gpu = row(nvml, replace(H100, utilization=37_100, processes={4_294_967_295: 5, 4242: 0}))
@@ -671,7 +692,7 @@ def test_an_address_has_one_form(domain: int, bus: int, device: int):
 
 def test_the_reader_loads_little():
     """None of the exporter's large libraries: the process is there all the time."""
-    heavy = ("numpy", "aiohttp", "asyncio", "psutil", "prometheus_client", "rich", "click", "logging")
+    heavy = ("numpy", "aiohttp", "asyncio", "psutil", "prometheus_client", "rich", "click", "logging", "email")
     code = f"import sys, tokengap.sources.nvml_reader.__main__; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout
     assert out.strip() == "[]"

@@ -557,7 +557,7 @@ int nvmlEventSetWait_v2(set_t *set, event_data_t *out, unsigned milliseconds) {
       return leave(SUCCESS);
     }
     leave(SUCCESS);
-    usleep(10000);
+    usleep(25000);
   } while (seconds() < until);
   return TIMEOUT;
 }

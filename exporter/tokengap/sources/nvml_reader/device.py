@@ -56,7 +56,11 @@ def pci_address(text: str) -> str:
 
 @dataclass
 class Device:
-    """A GPU or MIG instance that answers to a handle, and what it refused so far, by field."""
+    """A GPU or MIG instance that answers to a handle.
+
+    ``refused``: what it refused for good, by field. ``missed``: what it never gave so far, for a reason that may pass.
+    ``given``: what it gave at least once. ``chosen``: the way that serves, by field.
+    """
 
     handle: Any
     index: int
@@ -65,8 +69,22 @@ class Device:
     pci: str = ""
     parent: str = ""
     refused: dict[str, str] = field(default_factory=dict)
+    missed: dict[str, str] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
     chosen: dict[str, int] = field(default_factory=dict)
     shares_memory: bool = False
+    #: Something was answered with "unknown error" in this cycle.
+    unknown: bool = False
+
+    def miss(self, name: str, word: str) -> None:
+        """Note that a field was not given this time. One that was given before is only late."""
+        if name not in self.given:
+            self.missed[name] = word
+
+    def give(self, name: str) -> None:
+        """Note that a field was given."""
+        self.given.add(name)
+        self.missed.pop(name, None)
 
     def unsure(self, names: tuple[str, ...]) -> bool:
         """Tell whether it is one of a kind."""
@@ -224,20 +242,19 @@ class DeviceReader:
 
     def _read_one(self, device: Device, fields: tuple[str, ...]) -> tuple[Gpu, dict[str, Any]]:
         values: dict[str, Any] = {}
-        misses: dict[str, str] = {}
+        device.unknown = False
         at = time.monotonic()
         for name in fields:
-            values |= self._ask(device, name, misses)
+            values |= self._ask(device, name)
             if name == "energy":
                 at = time.monotonic()
         if not device.parent:
-            values |= self._field_values(device, misses)
+            values |= self._field_values(device)
         values["processes"] = self._checked(device, values.get("processes"))
-        self._distrust(device, values, misses)
+        self._distrust(device, values)
         if device.refused.get("memory") == "not_supported" and any(p.memory for p in values["processes"] or ()):
             device.shares_memory = not device.parent
-        known = any(value is not None for value in values.values())
-        if not known and "unknown" in misses.values():
+        if device.unknown and not any(value is not None for value in values.values()):
             raise GpuGone("unknown")
         gpu = Gpu(
             uuid=device.uuid,
@@ -247,14 +264,14 @@ class DeviceReader:
             name=device.name,
             pci=device.pci,
             unified_memory=device.shares_memory or device.unsure(UNIFIED_NAMES),
-            unsupported=device.refused | misses,
+            unsupported=device.refused | device.missed,
             **values,
         )
         if "energy" in device.refused and "power" in values:
             self._warn(f"GPU {device.index} ({device.name}) has no energy counter: its joules can come from power only")
         return gpu, values
 
-    def _ask(self, device: Device, name: str, misses: dict[str, str]) -> Mapping[str, Any]:
+    def _ask(self, device: Device, name: str) -> Mapping[str, Any]:
         """Read one field by the first way that serves; note why it could not be read."""
         if name in device.refused:
             return {}
@@ -267,18 +284,20 @@ class DeviceReader:
                 raise
             except Refused as error:
                 if error.word not in PERMANENT:
-                    misses[name] = error.word
+                    device.miss(name, error.word)
+                    device.unknown = device.unknown or error.word == "unknown"
                     return {}
                 # Of two ways that are refused, "may not" says more than "is not there".
                 word = word if word == "no_permission" else error.word
                 device.chosen[name] = number + 1
             else:
                 device.chosen[name] = number
+                device.give(name)
                 return values
         device.refused[name] = word
         return {}
 
-    def _field_values(self, device: Device, misses: dict[str, str]) -> dict[str, Any]:
+    def _field_values(self, device: Device) -> dict[str, Any]:
         """Read what only the batched call tells."""
         names = {key: f"throttled.{reason}" for key, reason in THROTTLED_FIELDS.items()}
         names[RECOVERY_ACTION] = "recovery_action"
@@ -297,8 +316,13 @@ class DeviceReader:
             if isinstance(answer, GpuGone | Over):
                 raise answer
             if isinstance(answer, Refused):
-                (device.refused if answer.word in PERMANENT else misses)[names[key]] = answer.word
-            elif key == RECOVERY_ACTION:
+                if answer.word in PERMANENT:
+                    device.refused[names[key]] = answer.word
+                else:
+                    device.miss(names[key], answer.word)
+                continue
+            device.give(names[key])
+            if key == RECOVERY_ACTION:
                 known = 0 <= answer < len(RECOVERY_ACTIONS)
                 values["recovery_action"] = RECOVERY_ACTIONS[int(answer)] if known else f"action_{answer:.0f}"
             else:
@@ -320,7 +344,7 @@ class DeviceReader:
         found: dict[int, int | None] = {}
         for row in rows:
             if not 0 < row.pid <= HIGHEST_PID:
-                self._warn(f"GPU {device.index} ({device.name}) names a process that cannot be, {row.pid}; left out")
+                self._warn(f"GPU {device.index} ({device.name}) names processes that cannot be; they are left out")
                 continue
             # 0 is what containers and WDDM say who do not know (HAMi-core 112).
             memory = row.usedGpuMemory or None
@@ -342,7 +366,7 @@ class DeviceReader:
             return []
 
     @staticmethod
-    def _distrust(device: Device, values: dict[str, Any], misses: dict[str, str]) -> None:
+    def _distrust(device: Device, values: dict[str, Any]) -> None:
         """Take away what an ignorant driver gives: zeros, and all of it when nothing in it is alive."""
         if not device.unsure(IGNORANT_NAMES):
             return
@@ -351,11 +375,11 @@ class DeviceReader:
             dead = value is not None and not value and not isinstance(value, bool)
             if dead and not (alive and name in ("utilization", "memory_used")):
                 values.pop(name)
-                misses[name] = "implausible"
+                device.missed[name] = "implausible"
         if not alive:
             for name in ("remap_pending", "remap_failure", "mig", "recovery_action"):
                 if values.pop(name, None) is not None:
-                    misses[name] = "implausible"
+                    device.missed[name] = "implausible"
 
     def _read_instances(self) -> Iterable[Gpu]:
         """Read the MIG instances as they are now: one that was destroyed leaves an invalid handle behind."""
