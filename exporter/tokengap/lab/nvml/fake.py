@@ -67,7 +67,7 @@ class FakeNvml:
         return {
             **os.environ,
             "LD_LIBRARY_PATH": str(self.library.parent),
-            "TOKENGAP_FAKE_NVML": str(self.control),
+            "FAKE_NVML_CONTROL": str(self.control),
         }
 
     def write(self) -> None:

@@ -1,6 +1,6 @@
 /* A stand-in for libnvidia-ml.so.1 that says what a text file tells it to, and reads that file again whenever it changes.
  *
- * The file is named by $TOKENGAP_FAKE_NVML. One directive a line, unknown ones are ignored:
+ * The file is named by $FAKE_NVML_CONTROL. One directive a line, unknown ones are ignored:
  *
  *   init CODE                          what nvmlInitWithFlags returns
  *   driver VERSION
@@ -174,7 +174,7 @@ static void read_line(char *line) {
 
 /* Read the control file when it is another one than last time. With the lock held. */
 static void refresh(void) {
-  const char *path = getenv("TOKENGAP_FAKE_NVML");
+  const char *path = getenv("FAKE_NVML_CONTROL");
   struct stat s;
   if (!path || stat(path, &s)) return;
   if (s.st_ino == read_as.st_ino && s.st_size == read_as.st_size && s.st_mtim.tv_sec == read_as.st_mtim.tv_sec &&
