@@ -79,7 +79,7 @@ class Exporter:
         answer = self._connection.getresponse()
         body = answer.read()
         if answer.status != http.client.OK:
-            raise SystemExit(f"/metrics answers {answer.status}")
+            raise ConnectionError(f"/metrics answers {answer.status}")
         return body
 
     def until(self, condition: Callable[[bytes], bool]) -> bytes:
@@ -89,8 +89,8 @@ class Exporter:
             try:
                 if condition(page := self.ask()):
                     return page
-            except OSError:
-                self._connection.close()  # it does not listen yet
+            except (OSError, http.client.HTTPException):
+                self._connection.close()  # it does not listen yet, or has no page
             if time.monotonic() > deadline:
                 raise SystemExit(f"an exporter was not ready within {WITHIN:g} s")
             time.sleep(0.1)
