@@ -60,7 +60,12 @@ class Reader:
     rest: bytes = b""
 
     def line(self) -> GpuSnapshot | None:
-        """Return the next line; None at the end of its output."""
+        """Return the next line, announcements that GPUs are opened again aside; None at the end of its output."""
+        while (line := self._line()) is not None and line.reason == "starting":
+            pass
+        return line
+
+    def _line(self) -> GpuSnapshot | None:
         deadline = time.monotonic() + WITHIN
         while b"\n" not in self.rest:
             ready, _, _ = select.select([self.process.stdout], [], [], deadline - time.monotonic())

@@ -53,13 +53,13 @@ _decoder = msgspec.json.Decoder(GpuSnapshot)
 class Patience:
     """How long is waited for what, in seconds.
 
-    ``line``: for a line, ``first_line``: for the first one of a reader, as opening GPUs takes seconds each.
+    ``line``: for a line that is due, ``opening``: for one after GPUs are opened, which can take seconds each.
     ``ending``: for a reader that was told to end. ``between`` is the time between two starts: the shortest, doubled
     with each, and the longest. A reader that lived for longer than the longest makes it the shortest again.
     """
 
     line: float = 5.0
-    first_line: float = 30.0
+    opening: float = 30.0
     ending: float = 2.0
     between: tuple[float, float] = (1.0, 60.0)
 
@@ -141,6 +141,7 @@ class NvmlReader:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._patience = patience or Patience()
+        self._interval = interval
         self._arguments = ("--interval", f"{interval:g}", "--patience", f"{device_patience:g}", "--kmsg", kmsg)
         self._environment = environment
         self._latest = GpuSnapshot("starting")
@@ -199,6 +200,9 @@ class NvmlReader:
                 await self._one_reader()
             except OSError as error:
                 self._none("failed", f"the reader cannot be started: {error.strerror}")
+            except Exception as error:
+                log.exception("the GPU reader is not looked after as it should be: a bug")
+                self._none("failed", f"bug: {type(error).__name__}")
             pause = shortest if time.monotonic() - began >= longest else pause
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
@@ -238,30 +242,41 @@ class NvmlReader:
             await asyncio.gather(listener, return_exceptions=True)
 
     async def _follow(self, process: Process) -> bool:
-        """Take lines until there are no more; False when none came in time."""
-        within = self._patience.first_line
+        """Take lines until there are no more; False when none came in time.
+
+        While GPUs are opened, at its start and when one of them was lost, there is more time, and no old values either.
+        """
+        due = self._interval + self._patience.line
+        opening, last = True, time.monotonic()
         while True:
             try:
-                line = await _line(process.stdout, within)
+                line = await _line(process.stdout, due)
             except TimeoutError:
-                self._none("hung", f"NVML has not answered for {within:g} s")
-                return False
+                waited = time.monotonic() - last
+                if not opening or waited >= self._patience.opening:
+                    self._none("hung", f"NVML has not answered for {waited:.1f} s")
+                    return False
+                if self._latest.reason == "ok":
+                    self._none("starting", "GPUs are opened again, because one was lost")
+                continue
             if not line:
                 return True
-            self._take(line)
-            within = self._patience.line
+            opening, last = self._take(line) == "starting", time.monotonic()
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes) -> GpuReason:
+        """Take a line in; return what it says. That GPUs are opened again changes nothing yet."""
         try:
             snapshot = _decoder.decode(line)
         except msgspec.MsgspecError as error:  # bytes that are no UTF-8 included
             self._none("failed", f"a line of the reader is not a snapshot: {error}")
-            return
+            return "failed"
         self._xids += snapshot.xids
         new = [warning for warning in snapshot.warnings if warning not in self._warned]
         self._warned.update(new)
         self._warnings += new
-        self._latest = snapshot
+        if snapshot.reason != "starting":
+            self._latest = snapshot
+        return snapshot.reason
 
     def _ended(self, process: Process) -> None:
         """Say why a reader has ended, where it has not said so itself."""

@@ -93,6 +93,9 @@ def main() -> None:
         reader.open()
         due = time.monotonic()
         while not stop.is_set():
+            if reader.wants_to_open_again:
+                write(reader.opening())
+                reader.open_again()
             if (snapshot := reader.cycle()) is not None:
                 write(snapshot)
             due = max(due + options.interval, time.monotonic())

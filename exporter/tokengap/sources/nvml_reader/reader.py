@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 #: Seconds between attempts to get a lost GPU back: of the first, and at most.
 REINIT: Final = (1.0, 60.0)
+#: Seconds after which a late answer is none.
+STALE: Final = 5.0
 
 
 class Worker(Generic[T]):
@@ -34,13 +36,13 @@ class Worker(Generic[T]):
         threading.Thread(target=self._run, daemon=True).start()
 
     def ask(self, patience: float) -> T | None:
-        """Return the answer, None when it does not come in time; then the next call waits for the same one."""
-        if not self.busy:
+        """Return the answer, None when it does not come in time; the next call may find it, if it is not too old."""
+        if self.busy and not self._answered.is_set():
+            return None  # it had its time
+        if not self.busy or self.took > STALE:
             self.busy = True
             self._answered.clear()
             self._asked.set()
-        elif not self._answered.is_set():
-            patience = 0.0  # it had its time
         if not self._answered.wait(patience):
             return None
         self.busy = False
@@ -119,12 +121,23 @@ class Reader:
             self._nvml("nvmlShutdown")
         return True
 
+    @property
+    def wants_to_open_again(self) -> bool:
+        """Whether a GPU was lost, and it is time to look whether it is back."""
+        return bool(self._again_at) and time.monotonic() >= self._again_at
+
+    def open_again(self) -> None:
+        """Let go of all GPUs, unless one hangs, and find them anew. Raises Absent."""
+        self._again_at = 0.0
+        if self.close():
+            self.open()
+
+    def opening(self) -> GpuSnapshot:
+        """Return the line that says that the next one may take longer."""
+        return GpuSnapshot("starting", at=time.monotonic(), sequence=self._sequence, driver=self._driver)
+
     def cycle(self) -> GpuSnapshot | None:
         """Read every GPU; None when none of them answers in time. Raises Absent."""
-        if self._again_at and time.monotonic() >= self._again_at:
-            self._again_at = 0.0
-            if self.close():
-                self.open()
         rows = list(self._down)
         answered = not self._workers
         for reader, worker in sorted(self._workers, key=lambda pair: (pair[1].busy, pair[1].took > self._patience / 2)):

@@ -19,6 +19,8 @@ from tokengap.sources.nvml_reader.device import HIGHEST_PID, Device, pci_address
 XID_EVENTS: Final = 0x8
 #: Milliseconds of one wait for an event.
 EVENT_WAIT: Final = 500
+#: Bytes that one record of the kernel's log has at most, and some more.
+RECORD: Final = 16_384
 
 _XID_LINE = re.compile(rb"NVRM: Xid \((?:PCI:)?(?P<pci>[0-9A-Fa-f:.]+)\): (?P<code>\d+)(?:, *pid=(?P<pid>\d+))?")
 
@@ -51,7 +53,7 @@ def follow_kernel_log(path: str, report: Callable[[Xid], None], stop: threading.
     while not stop.is_set():
         select.select([log], [], [], 1.0)
         try:
-            piece = os.read(log, 8192)
+            piece = os.read(log, RECORD)
         except BlockingIOError:
             continue
         except BrokenPipeError:  # what we did not read in time was overwritten: go on behind it
@@ -62,7 +64,7 @@ def follow_kernel_log(path: str, report: Callable[[Xid], None], stop: threading.
             stop.wait(0.2)
             continue
         *lines, rest = (rest + piece).split(b"\n")
-        rest = rest[-8192:]
+        rest = rest[-RECORD:]
         for line in lines:
             if (xid := parse_xid(line, time.monotonic())) is not None:
                 report(xid)
