@@ -459,7 +459,7 @@ def test_a_gpu_that_hangs_holds_up_nobody(nvml: FakeNvml):
     nvml.set(*many(H100, 3))
     with reading(nvml.environment, patience=0.3) as reader:
         reader.line()
-        nvml.hang("nvmlDeviceGetTemperatureV", index=0)
+        nvml.hang("nvmlDeviceGetUtilizationRates", index=0)
         hung = [reader.until(lambda s: not s.gpus[0].up), reader.line(), reader.line()]
         assert {(gpu.index, gpu.reason) for line in hung for gpu in line.gpus if not gpu.up} == {(0, "hung")}
         assert hung[-1].gpus[1].at > hung[0].gpus[1].at
@@ -469,7 +469,7 @@ def test_a_gpu_that_hangs_holds_up_nobody(nvml: FakeNvml):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("way", ["input closes", "SIGTERM"])
-@pytest.mark.parametrize("call", ["nvmlDeviceGetTemperatureV", "nvmlInitWithFlags", "nvmlEventSetWait_v2"])
+@pytest.mark.parametrize("call", ["nvmlDeviceGetUtilizationRates", "nvmlInitWithFlags", "nvmlEventSetWait_v2"])
 def test_a_reader_that_hangs_can_be_ended(nvml: FakeNvml, call: str, way: str):
     """When its parent is gone, and on SIGTERM, also while the library holds its main thread."""
     if call != "nvmlInitWithFlags":
