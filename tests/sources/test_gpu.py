@@ -357,3 +357,29 @@ async def test_no_reader_outlives_its_exporter(nvml: FakeNvml, number: signal.Si
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+
+
+async def test_a_bug_of_ours_ends_nothing(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It is told as what it is, the reader that it happened with is ended, and the next one is read."""
+    async with reader(nvml) as gpus:
+        with monkeypatch.context() as broken:
+            broken.setattr(gpus, "_take", lambda _: 1 / 0)
+            failed = await until(gpus, lambda s: s.reason == "failed")
+            assert failed.detail == "bug: ZeroDivisionError"
+        await until(gpus, lambda s: s.reason == "ok" and s.readers == 1)
+        assert len(children()) == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_reader_that_cannot_start_says_why(nvml: FakeNvml, tmp_path: Path):
+    """Its last words, also where the one before it hung: that is no longer what is wrong."""
+    (tmp_path / "msgspec.py").write_text("raise ImportError('not for this machine')")
+    async with reader(nvml) as gpus:
+        await until(gpus, lambda s: s.reason == "ok")
+        nvml.hang("nvmlDeviceGetTotalEnergyConsumption")
+        gpus._environment = {**nvml.environment, "PYTHONPATH": str(tmp_path)}
+        await until(gpus, lambda s: s.reason == "hung")
+        failed = await until(gpus, lambda s: s.reason == "failed")
+    assert failed.detail == "the reader ended with 1: ImportError: not for this machine"

@@ -73,8 +73,9 @@ class Process:
     stdout: asyncio.StreamReader
     stderr: asyncio.StreamReader
     transports: tuple[asyncio.ReadTransport, ...]
-    started: float = field(default_factory=time.monotonic)
     status: int | None = None
+    #: What its last line said.
+    reason: GpuReason | None = None
     said: deque[str] = field(default_factory=lambda: deque(maxlen=40))
 
     def ended(self) -> bool:
@@ -171,11 +172,9 @@ class NvmlReader:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        if (current := self._current) is not None:
-            current.tell_to_end()
-            await current.end_within(self._patience.ending)
-            current.forget()
-            self._current = None
+        # Those that were given up before had their time.
+        if self._abandoned and not self._abandoned[-1].ended():
+            await self._abandoned[-1].end_within(self._patience.ending)
         self._reap()
 
     async def read(self) -> GpuSnapshot:
@@ -223,23 +222,24 @@ class NvmlReader:
         self._current = process = await self._spawn()
         listener = asyncio.create_task(self._listen(process), name="GPU reader's stderr")
         try:
-            hung = not await self._follow(process)
-            if hung:
+            if hung := not await self._follow(process):
                 process.tell_to_end()
             if await process.end_within(self._patience.ending):
                 await asyncio.wait([listener], timeout=self._patience.ending)
                 if not hung:
                     self._ended(process)
-            else:
-                # Its output was closed, or it said nothing: either way it does nothing for us any more.
-                process.tell_to_end()
-                self._abandoned.append(process)
-            process.tell_to_end()
-            process.forget()
-            self._current = None
         finally:
             listener.cancel()
             await asyncio.gather(listener, return_exceptions=True)
+            self._give_up(process)
+
+    def _give_up(self, process: Process) -> None:
+        """Have no more to do with a reader, whether it has ended or not."""
+        process.tell_to_end()
+        process.forget()
+        self._current = None
+        if not process.ended():
+            self._abandoned.append(process)
 
     async def _follow(self, process: Process) -> bool:
         """Take lines until there are no more; False when none came in time.
@@ -261,7 +261,8 @@ class NvmlReader:
                 continue
             if not line:
                 return True
-            opening, last = self._take(line) == "starting", time.monotonic()
+            process.reason, last = self._take(line), time.monotonic()
+            opening = process.reason == "starting"
 
     def _take(self, line: bytes) -> GpuReason:
         """Take a line in; return what it says. That GPUs are opened again changes nothing yet."""
@@ -285,7 +286,7 @@ class NvmlReader:
         if code < 0:
             call = next((match[1] for line in process.said if (match := _CALL.search(line))), "")
             self._none("crashed", f"the reader got {_signal_name(-code)}{f' in {call}' if call else ''}")
-        elif self._latest.reason in ("ok", "starting"):
+        elif process.reason in (None, "ok", "starting"):
             last = process.said[-1] if process.said else "it gave no reason"
             self._none("failed", f"the reader ended with {code}: {last}")
 
