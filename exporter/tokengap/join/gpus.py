@@ -272,7 +272,7 @@ def _with_incidents(known: dict[str, GpuMemory], reports: Iterable[Xid], reading
 
 
 def _pci(address: str) -> str:
-    """Return a PCI address in one form: Linux prints 4 digits of the domain and a function, NVML 8, XIDs no function."""
+    """Return a PCI address in one form: Linux prints 4 digits of the domain, NVML 8, and XIDs no function."""
     domain, colon, rest = address.lower().partition(":")
     return f"{domain[-4:]}{colon}{rest.partition('.')[0]}"
 
