@@ -113,6 +113,7 @@ class EngineView:
     ghost_steps: float
     breach_seconds: float
     skipped: Mapping[str, int]
+    restarts_last_hour: int = 0
 
     @property
     def utilization(self) -> float | None:
