@@ -73,7 +73,8 @@ async def ask(look: Look, judgement: Judgement, within: float) -> tuple[Judgemen
         return judgement, Asked(said=f"not asked: {error}")
     if not names:
         return judgement, Asked(said="not asked: /v1/models lists no model")
-    judgement = await look.read()  # the list may have taken a while
+    await asyncio.sleep(look.plan.glance)  # until our own connection is off the books
+    judgement = await look.read()
     refusal = why_not(look) if judgement.state == "idle" else f"it is {judgement.state}"
     if refusal:
         return judgement, Asked(said=f"not asked: {refusal}")

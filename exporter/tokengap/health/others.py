@@ -50,9 +50,10 @@ class Connections:
         except (SourceError, OSError):
             return None
         rows = rows[rows["sport"] == port]
-        # Ages in ms; both are the socket's own age until something goes that way. Unknown counts as owed.
-        asked = rows["bytes_received"] != 0
-        owed = asked & (rows["last_data_recv"] <= rows["last_data_sent"])
+        # Ages in ms; both are the socket's own age until something goes that way, and equal where the answer came at
+        # once. What is unknown counts as owed.
+        unanswered = (rows["bytes_sent"] <= 0) | (rows["last_data_recv"] < rows["last_data_sent"])
+        owed = (rows["bytes_received"] != 0) & unanswered
         return Others(len(rows), int(owed.sum()))
 
 

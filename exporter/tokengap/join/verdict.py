@@ -105,10 +105,10 @@ class Judgement:
     state: EngineState
     evidence: str
     progress_age: float | None
-    moved: str
     restarts: int
-    restarts_last_hour: int
     ghost_steps: float
+    moved: str = ""
+    restarts_last_hour: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,10 +347,10 @@ def judge(
         state=row.state,
         evidence=row.says(facts),
         progress_age=max(0.0, at - state.moved_at) if working else None,
-        moved=facts.moved,
         restarts=state.restarts,
-        restarts_last_hour=sum(_within(restart, at, HOUR) for restart in state.restarted_at),
         ghost_steps=state.ghost_steps,
+        moved=facts.moved,
+        restarts_last_hour=sum(_within(restart, at, HOUR) for restart in state.restarted_at),
     )
 
 
