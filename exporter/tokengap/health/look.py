@@ -74,6 +74,12 @@ class Plan:
         return max(WINDOWS, math.ceil((self.prefill_budget or 0.0) / self.window))
 
     @property
+    def longest(self) -> float:
+        """Seconds that a look can take at most, without a completion."""
+        quick = (GLANCES + MORE_GLANCES) * (SLOW + self.glance)
+        return quick + (self.windows + 3) * self.timeout + self.windows * self.window
+
+    @property
     def glance(self) -> float:
         """Seconds between two glances."""
         return min(GLANCE, self.window / 20)
