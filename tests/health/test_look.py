@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -74,14 +75,17 @@ class TestEngineThatLives:
             assert judged(await look(port)) == ("busy", 0)
 
     @pytest.mark.e2e
-    async def test_a_mixed_run_is_never_stuck(self):
+    @pytest.mark.parametrize("seconds", [8, pytest.param(600, marks=pytest.mark.long)])
+    async def test_a_mixed_run_is_never_stuck(self, seconds):
         """Users come, leave, queue and are gone, prompts are short and long: looked at all the while."""
         verdicts = set()
         chance = random.Random(4)
+        ends = time.monotonic() + seconds
         async with engine(max_num_seqs=3, rate=40, prefill_rate=2000) as port:
-            for _ in range(6):
+            while time.monotonic() < ends:
+                tokens, prompt = chance.randint(5, 60), chance.choice((10, 3000))
                 users = crowd(
-                    chance.randint(1, 9), 1, max_tokens=chance.randint(5, 60), prompt_tokens=chance.choice((10, 3000))
+                    chance.randint(1, 9), 1, max_tokens=tokens, prompt_tokens=prompt, leave_at=chance.random()
                 )
                 crowds = asyncio.gather(*(Visit(user, port).run() for user in users))
                 while not crowds.done():
