@@ -17,6 +17,8 @@ from tokengap.lab.vllm_page import CONTENT_TYPE, VllmPage
 
 DEADLINE = 3 * WINDOW
 
+pytestmark = pytest.mark.usefixtures("unhurried")
+
 
 class StandIn:
     """An engine of which a test says what its page shows and how it answers. ``asked``: the bodies it got, by path."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -27,6 +28,8 @@ from tokengap.lab.parts import LOOPBACK, RunningPart, free_port, free_ports, run
 from tokengap.lab.proxies import PROXIES, Wiring, haproxy_config
 from tokengap.lab.truth import EngineControl
 from tokengap.lab.users import User, Visit, crowd
+
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 
 class TestEngineThatLives:
@@ -168,6 +171,21 @@ class TestStuckEngine:
                 await EngineControl(port).freeze()
             assert judged(await look(port)) == ("stuck", 1)
 
+    async def test_such_gauges_and_a_scraper(self, monkeypatch):
+        """One read at which nobody is connected is enough: who comes later is not what the page shows."""
+        async with engine() as port, AsyncExitStack() as scraper:
+            async with working(3, port=port):
+                await EngineControl(port).freeze()
+
+            async def scrape() -> None:
+                session = await scraper.enter_async_context(aiohttp.ClientSession(at(port)))
+                await (await session.get("/metrics")).read()
+
+            Interruption(monkeypatch, scrape)
+            finding = await look(port)
+        assert judged(finding) == ("idle", 0)
+        assert finding.evidence.startswith("stale gauges: ")
+
     async def test_such_gauges_where_the_server_is_behind_a_door(self, monkeypatch):
         """Connections to a container are not in our books: that there is none means nothing."""
         monkeypatch.setattr("tokengap.health.others.CONTAINER_DOORS", frozenset(map(program_name, [os.getpid()])))
@@ -291,7 +309,26 @@ class TestWhatCannotBeTold:
         assert [judged(finding) for finding in findings] == [("blind", 3), ("idle", 0)]
         assert findings[0].evidence.startswith("no page within 1 s")
         assert [finding.verdict for finding in shown] == ["idle", "blind"]
-        assert findings[1].seconds < 1 < 2 < findings[0].seconds
+        assert findings[1].seconds < findings[0].seconds
+        assert findings[0].seconds > 2
+
+    @pytest.mark.parametrize("running", [0, 3])
+    async def test_backends_whose_pages_do_not_say_when_they_started(self, running):
+        """Counters that rise and fall in turn: a page of the larger set looks like progress, and is none."""
+        turns = itertools.cycle((100, 9000))
+
+        async def page(_: web.Request) -> web.Response:
+            return web.Response(
+                text=f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\n"
+                f"vllm:generation_tokens_total {next(turns)}\n"
+            )
+
+        app = web.Application()
+        app.add_routes([web.get("/metrics", page)])
+        async with served(app) as port:
+            finding = await look(port, window=60)
+        assert judged(finding) == ("blind", 3)
+        assert finding.evidence.startswith("several backends behind this address; check each directly")
 
     @pytest.mark.e2e
     async def test_two_engines_behind_a_least_connection_proxy(self, tmp_path: Path):
@@ -355,3 +392,4 @@ def test_the_plan():
     assert Plan().windows == 2
     assert Plan(window=10, prefill_budget=35).windows == 4
     assert Plan(window=1).glance == 0.05
+    assert Plan().longest < 54  # as docs/health.md says

@@ -35,6 +35,7 @@ def rich_view() -> View:
         ghost_steps=92.0,
         breach_seconds=0.75,
         skipped={"not a number": 2, "duplicate": 1},
+        restarts_last_hour=1,
     )
     spare = EngineView(
         name='spare "b"\\<b>',

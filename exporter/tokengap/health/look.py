@@ -109,6 +109,7 @@ class Look:
         self._state = VerdictState(prefilling=plan.prefill_budget is not None)
         self._port: int | None = None
         self._served_here: bool | None = None
+        self._nobody = False  # at some read since the last progress nobody was connected
         self._read_at = self._took = 0.0
         self._refusals = 0
 
@@ -145,6 +146,7 @@ class Look:
             limits=limits or self.plan.limits,
         )
         self.moved |= bool(judgement.moved)
+        self._nobody &= not judgement.moved
         return judgement
 
     async def wait(self, seconds: float) -> None:
@@ -174,14 +176,18 @@ class Look:
         return judgement
 
     async def _none_open(self) -> int | None:
-        """Return 0 where nobody is connected to the engine, None where somebody is or may be: it might be at rest."""
-        if self._port is None or self.others is None or self.others.connections or self.page is None:
+        """Return 0 where nobody waits for what the page shows in flight, None where somebody does or may.
+
+        A connection may be at rest, a scraper's. So one moment without any is enough, as long as nothing has moved
+        since: whoever came after it is not among what the page shows.
+        """
+        if self._port is None or self.others is None or self.page is None or not self.page.requests:
             return None
-        if not self.page.requests:
-            return None  # the page says as much
-        if self._served_here is None:
-            self._served_here = await self._connections.complete(self._port)
-        return 0 if self._served_here else None
+        if not self.others.connections and not self._nobody:
+            if self._served_here is None:
+                self._served_here = await self._connections.complete(self._port)
+            self._nobody = self._served_here
+        return 0 if self._nobody else None
 
     def _clear(self, judgement: Judgement, windows: int) -> bool:
         """Tell whether reading on would add nothing that matters, ``windows`` after the glances."""
