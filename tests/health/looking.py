@@ -58,6 +58,22 @@ async def working(users: int, *, port: int | None = None, **knobs) -> AsyncItera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@asynccontextmanager
+async def in_prefill(port: int) -> AsyncIterator[None]:
+    """Have an engine run one request that has no token yet."""
+    task = asyncio.create_task(Visit(User("u", prompt_tokens=20_000, max_tokens=5), port).run())
+
+    async def running_one() -> bool:
+        return (await EngineControl(port).truth()).now.running == 1
+
+    try:
+        await until(running_one)
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def requests_at(port: int) -> int:
     """Count the requests that an engine has ever got."""
     return len((await EngineControl(port).truth()).requests)

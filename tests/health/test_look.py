@@ -19,7 +19,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from health.looking import WINDOW, at, judged, look, requests_at, working
+from health.looking import WINDOW, at, in_prefill, judged, look, requests_at, working
 from lab.serving import engine, gateway, served, until
 from tokengap.health.look import GLANCES, MORE_GLANCES, Look, Plan
 from tokengap.lab.batching import Knobs
@@ -50,17 +50,10 @@ class TestEngineThatLives:
 
     async def test_a_long_prefill_moves_only_the_cache(self):
         """One prompt of which no token is there for minutes: busy (vLLM issue 51261)."""
-        async with engine(prefill_rate=50) as port:
-            task = asyncio.create_task(Visit(User("u", prompt_tokens=20_000, max_tokens=5), port).run())
-
-            async def running_one() -> bool:
-                return (await EngineControl(port).truth()).now.running == 1
-
-            await until(running_one)
+        async with engine(prefill_rate=50) as port, in_prefill(port):
             finding = await look(port)
-            assert judged(finding) == ("busy", 0)
-            assert "KV usage" in finding.evidence
-            task.cancel()
+        assert judged(finding) == ("busy", 0)
+        assert "KV usage" in finding.evidence
 
     async def test_idle(self):
         """At rest, at once."""
@@ -139,16 +132,9 @@ class TestStuckEngine:
 
     async def test_a_first_prompt(self):
         """No token since it began: its first prompt may take the judge's whole budget, and nothing is claimed."""
-        async with engine(prefill_rate=0.001) as port:
-            task = asyncio.create_task(Visit(User("u"), port).run())
-
-            async def running_one() -> bool:
-                return (await EngineControl(port).truth()).now.running == 1
-
-            await until(running_one)
+        async with engine(prefill_rate=50) as port, in_prefill(port):
             await EngineControl(port).freeze()
             finding = await look(port)
-            task.cancel()
         assert judged(finding) == ("busy", 0)
         assert "a prompt may be in the making (stuck from 120 s)" in finding.evidence
 

@@ -103,6 +103,7 @@ class Look:
         self.others: Others | None = None
         self.moved = False
         self.restarts = 0
+        self._working: Judgement | None = None  # the newest that saw the engine at work
         self._url = url
         self._source = EngineSource(Engine("engine", url, ()), session, deadline=plan.timeout)
         self._asker: Asker[EnginePage] = Asker("engine")
@@ -126,6 +127,8 @@ class Look:
             self._tell(f"{judgement.state}, {judgement.evidence}: looking again in {self.plan.window:g} s")
             await self.wait(self.plan.window)
             judgement = await self.read()
+        if judgement.state == "busy" and not judgement.moved and self._working is not None:
+            return self._working  # a glance ago: what moved says more than that nothing did since
         return judgement
 
     async def read(self, *, streams: int | None = None, limits: Limits | None = None) -> Judgement:
@@ -145,7 +148,9 @@ class Look:
             open_flowing=False,
             limits=limits or self.plan.limits,
         )
-        self.moved |= bool(judgement.moved)
+        if judgement.moved:
+            self.moved = True
+            self._working = judgement if judgement.state == "busy" else None
         self._nobody &= not judgement.moved
         return judgement
 
