@@ -192,7 +192,7 @@ async def test_without_a_command_it_shows_the_commands():
     """As git does; exit 2, since nothing was done."""
     ran = await tokengap()
     assert ran.code == 2
-    for name in ("serve", "doctor", "demo", "drill"):
+    for name in ("demo", "serve", "health", "drill", "doctor"):
         assert re.search(rf"^  {name} ", ran.err, re.MULTILINE)
 
 

@@ -1,6 +1,7 @@
 """The command ``tokengap``. Every setting is a flag, a ``TOKENGAP_*`` variable and a key of the file alike.
 
-Exit codes: 0 done or asked to stop, 1 what was examined is not in order, 2 a wrong setting or a missing part.
+Exit codes: 0 done or asked to stop, 1 what was examined is not in order, 2 a wrong setting or a missing part. Those of
+`health` are verdicts, see there.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ from tokengap.errors import TokengapError
 class Group(click.Group):
     """Commands of which some are imported only when they are asked for: serving needs no lab."""
 
-    lazy: ClassVar = {"drill": "tokengap.lab.drill:drill", "demo": "tokengap.lab.demo:demo"}
+    lazy: ClassVar = {
+        "demo": "tokengap.lab.demo:demo",
+        "health": "tokengap.health.command:health",
+        "drill": "tokengap.lab.drill:drill",
+    }
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return all names, in the order of a newcomer's needs."""
-        return ["demo", "serve", "drill", "doctor"]
+        return ["demo", "serve", "health", "drill", "doctor"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command, importing its module if need be."""

@@ -57,7 +57,7 @@ _VERSION_FLAGS: Final = {"nginx": "-v", "haproxy": "-v", "envoy": "--version", "
 #: Proxies that speak HTTP/2 to clients unless told otherwise.
 _HTTP2: Final = frozenset({"caddy", "envoy", "traefik"})
 #: Programs that listen for a container, whose own sockets are in another network namespace.
-_CONTAINER_DOORS: Final = frozenset({"docker-proxy", "rootlessport", "conmon"})
+CONTAINER_DOORS: Final = frozenset({"docker-proxy", "rootlessport", "conmon"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +355,7 @@ def about_hop(hop: Hop, listeners: Listeners, capabilities: frozenset[str]) -> I
 def _about_program(hop: Hop, endpoint: Endpoint, program: Program) -> Finding:
     installed = f" ({program.version} is installed)" if program.version else ""
     found = f"{program.name} (pid {program.pid}) listens on {endpoint}{installed}"
-    if program.name in _CONTAINER_DOORS:
+    if program.name in CONTAINER_DOORS:
         advice = "its container has sockets of its own: run tokengap there (docker run --network container:NAME)"
         return Finding(f"hop {hop.name}", "attention", f"{found} for a container", advice)
     if program.name in _HTTP2:

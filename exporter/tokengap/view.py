@@ -200,6 +200,7 @@ class EngineView:
     breach_seconds: float
     skipped: Mapping[str, int]
     cost: Cost | None = None
+    restarts_last_hour: int = 0
 
     @property
     def utilization(self) -> float | None:

@@ -223,6 +223,25 @@ class TestReportedCases:
             assert (judgement.state, judgement.restarts) == ("busy", 1)
             assert judgement.evidence == "running 1, generation +30 in 1.0 s"
 
+        def test_restarts_in_the_last_hour(self):
+            """Each counts for an hour, also while nothing can be read; the total goes on."""
+            watch = Watch()
+            for life, at in enumerate((0, 600, 1200)):
+                page = replace(REST, start_time=REST.start_time + at, generation_tokens=0.0)
+                judgement = watch.see(at, page)
+                assert (judgement.restarts, judgement.restarts_last_hour) == (life, life)
+            assert watch.see(4199, failed(4199)).restarts_last_hour == 2
+            assert watch.see(4200, failed(4200)).restarts_last_hour == 1
+            judgement = watch.see(4801, page)
+            assert (judgement.restarts, judgement.restarts_last_hour) == (2, 0)
+
+        def test_a_storm_is_bounded(self):
+            """A restart a second for an hour takes no more memory than a thousand of them."""
+            watch = Watch()
+            for at in range(1100):
+                judgement = watch.see(at, replace(REST, start_time=REST.start_time + at))
+            assert (judgement.restarts, judgement.restarts_last_hour) == (1099, 1000)
+
         def test_restarted_is_shown_for_one_window(self):
             """A new engine without traffic: restarted for a window, then idle."""
             watch, new = Watch(), replace(REST, start_time=1_800_000_000.0, generation_tokens=0.0)
@@ -542,6 +561,31 @@ class TestGhostSteps:
         watch = Watch()
         watch.see(0, self.page, streams)
         assert watch.see(1, replace(self.page, **change), streams).ghost_steps == 0
+
+
+class TestAFirstPageWithWork:
+    """What runs when an engine is first seen: was its prompt finished? The page does not say."""
+
+    @pytest.mark.parametrize(("unseen", "stuck_from"), [(False, 20), (True, 120)])
+    def test_silence(self, unseen, stuck_from):
+        """Two windows by default; the prefill budget for who starts with the doubt."""
+        watch = Watch()
+        watch.state = VerdictState(prefilling=unseen)
+        assert watch.see_still(0, stuck_from - 1, RUNNING).state == "busy"
+        assert watch.see(stuck_from, RUNNING).state == "stuck"
+
+    def test_the_doubt_ends(self):
+        """With the first prompt that is finished, with an empty engine, and with another process."""
+        for after in (
+            replace(RUNNING, prompt_tokens=RUNNING.prompt_tokens + 5),
+            REST,
+            replace(RUNNING, start_time=RUNNING.start_time + 9),
+        ):
+            watch = Watch()
+            watch.state = VerdictState(prefilling=True)
+            watch.see(0, RUNNING)
+            watch.see(1, after)
+            assert not watch.state.prefilling
 
 
 class TestSeveralBackendsBehindOneAddress:

@@ -61,6 +61,7 @@ def rich_view() -> View:
             unaccounted={"gpu": 12.5, "engine": 2.0},
             busy_without_tokens=30.0,
         ),
+        restarts_last_hour=1,
     )
     spare = EngineView(
         name='spare "b"\\<b>',

@@ -385,6 +385,7 @@ async def test_engines(serve: Serve) -> None:
     assert first["evidence"] == worker.evidence
     assert first["url"] == "http://127.0.0.1:8100/metrics"
     assert first["utilization"] == 1.0
+    assert (first["restarts"], first["restarts_last_hour"]) == (1, 1)
     assert first["tokens"]["orphaned"] == {"edge": 900.25, "engine": 92.0}
     assert first["slack"] == {"interactive": 1.25, "batch": 593.25}
     assert second["running"] is None

@@ -33,8 +33,9 @@ AGE_CUT_SHARE: Final = 0.75
 #: Kubernetes puts such variables into every pod beside a service called tokengap, or tokengap-something.
 _SERVICE_LINK = re.compile(r"TOKENGAP_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 
-#: ``make accept`` sets the second for this project's tests, which pass their environment on.
-_NO_SETTINGS: Final = frozenset({CONFIG_VARIABLE, "TOKENGAP_ACCEPT"})
+#: ``make accept`` sets the second for this project's tests, which pass their environment on. ``tokengap health`` reads
+#: the third.
+_NO_SETTINGS: Final = frozenset({CONFIG_VARIABLE, "TOKENGAP_ACCEPT", "TOKENGAP_API_KEY"})
 
 _BY_KEY: Final = {setting.key: setting for setting in SETTINGS}
 _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}

@@ -258,6 +258,7 @@ def _engine(
         ghost_steps=judgement.ghost_steps,
         breach_seconds=breach,
         skipped=skipped,
+        restarts_last_hour=judgement.restarts_last_hour,
     )
     return memory, view, own, load
 

@@ -45,6 +45,9 @@ _PROGRESS = {
 #: Windows without progress that make an engine stuck: a short pause is not a fault.
 WINDOWS = 2
 
+#: Seconds in "restarts in the last hour", and how many of them are counted at most.
+HOUR, MAX_RESTARTS = 3600.0, 1000
+
 #: Sets of counters remembered after reads moved on to others, to know them again.
 MAX_LEFT = 4
 
@@ -63,7 +66,8 @@ class VerdictState:
 
     ``page``: the newest page, a field that it lacked filled from the page before. ``quiet``: seconds without progress
     while work was in flight, where a gap between two reads counts one window at most. ``moved_at``: the last progress,
-    or when work came in flight. ``prefilling``: a request was started and no prompt was finished since.
+    or when work came in flight. ``prefilling``: a request was started and no prompt was finished since;
+    to begin with, whether what runs on the first page is taken to be so.
     ``began_at``: since when the counters are new, until their first progress; ``began_anew`` tells a new process from
     counters that were reset. ``left``: sets of counters that reads went over from; ``mixed_at``: when reads last came
     back to one. ``refused`` and ``failing_at``: what happened since ``page``.
@@ -82,6 +86,7 @@ class VerdictState:
     refused: bool = False
     failing_at: float | None = None
     restarts: int = 0
+    restarted_at: tuple[float, ...] = ()
     ghost_steps: float = 0.0
     ghost_at: float | None = None
 
@@ -91,7 +96,8 @@ class Judgement:
     """The verdict and what it rests on.
 
     ``progress_age``: seconds since the engine last moved (or since work came in flight, if later); None while it has no
-    work, cannot be read, or its counters are new. ``restarts`` counts new processes seen, not resets within one.
+    work, cannot be read, or its counters are new. ``moved`` says what progressed since the page before, empty where
+    nothing did. ``restarts`` counts new processes seen, not resets within one; ``restarts_last_hour`` those of late.
     ``ghost_steps`` counts steps that brought no token while the engine ran more than has an open socket: its front end
     drops the output of requests whose client left, the core goes on.
     """
@@ -101,6 +107,8 @@ class Judgement:
     progress_age: float | None
     restarts: int
     ghost_steps: float
+    moved: str = ""
+    restarts_last_hour: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +250,7 @@ TABLE: tuple[Row, ...] = (
         "reads come back to a set of counters they had left, within two windows",
         lambda f: f.mixed,
         "blind",
-        lambda _: "several backends answer at this address in turn: name each one as an engine of its own",
+        lambda _: "several backends behind this address; check each directly, as an engine of its own",
         "a load balancer given as an engine",
     ),
     Row(
@@ -341,6 +349,8 @@ def judge(
         progress_age=max(0.0, at - state.moved_at) if working else None,
         restarts=state.restarts,
         ghost_steps=state.ghost_steps,
+        moved=facts.moved,
+        restarts_last_hour=sum(_within(restart, at, HOUR) for restart in state.restarted_at),
     )
 
 
@@ -410,7 +420,7 @@ def _compare(
         # A suspended host, or a source that failed for minutes, makes one pause, not many.
         quiet=state.quiet + min(dt, limits.window) if still else 0.0,
         moved_at=state.moved_at if still else at,
-        prefilling=_may_prefill(state.prefilling, last if same else None, page),
+        prefilling=_may_prefill(state.prefilling and (same or last is None), last if same else None, page),
         began_at=None if moved or expired else state.began_at,
         refused=False,
         failing_at=None,
@@ -444,7 +454,15 @@ def _follow_counters(state: VerdictState, page: EnginePage, at: float, *, same: 
     left = (*(old for old in left if old not in known), Left(last, at))[-MAX_LEFT:]
     if known or _within(state.mixed_at, at, recent):
         return replace(state, left=left, mixed_at=at, began_at=None)
-    return replace(state, left=left, began_at=at, began_anew=True, restarts=state.restarts + 1)
+    recent_restarts = (*(restart for restart in state.restarted_at if _within(restart, at, HOUR)), at)[-MAX_RESTARTS:]
+    return replace(
+        state,
+        left=left,
+        began_at=at,
+        began_anew=True,
+        restarts=state.restarts + 1,
+        restarted_at=recent_restarts,
+    )
 
 
 def _identities(page: EnginePage, last: EnginePage) -> tuple[float, float] | None:
@@ -504,7 +522,7 @@ def _may_prefill(before: bool, last: EnginePage | None, page: EnginePage) -> boo
     if not page.generation_tokens and not page.prompt_tokens:
         return True
     if last is None:
-        return False
+        return before
     if (_delta(page, last, "prompt_tokens") or 0.0) > 0:
         return False
     return before or (_delta(page, last, "finished") or 0.0) + page.running - (last.running or 0.0) > 0

@@ -32,7 +32,8 @@ class Knobs:
     ``rate``: tokens a second of each running sequence. ``prefill_rate``: prompt tokens a second. ``answer_tokens``: how
     long an answer is that asks for no ``max_tokens`` (it then ends with ``stop``). ``ignore_disconnects``: an engine
     that leaks: a request whose client left runs to its end. ``late_headers``: the response header of a stream comes
-    with its first token; vLLM sends it at once, before the request has even been scheduled.
+    with its first token; vLLM sends it at once, before the request has even been scheduled. ``disable_log_stats``: no
+    family of vLLM is on the page, as with vLLM's flag of that name.
     """
 
     max_num_seqs: int = 4
@@ -41,6 +42,7 @@ class Knobs:
     answer_tokens: int = 256
     ignore_disconnects: bool = False
     late_headers: bool = False
+    disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "rate", "prefill_rate", "answer_tokens"):

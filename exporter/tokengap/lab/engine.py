@@ -73,6 +73,8 @@ class EngineServer:
                 web.get("/health", self._health),
                 web.get("/version", self._version),
                 web.get("/metrics", self._metrics),
+                web.post("/sleep", self._sleep),
+                web.post("/wake_up", self._wake_up),
                 web.get("/lab/truth", self._truth),
                 web.post("/lab/freeze", self._freeze),
                 web.post("/lab/thaw", self._thaw),
@@ -158,7 +160,25 @@ class EngineServer:
         return web.json_response({"version": VERSION})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._page.text(), headers={"Content-Type": CONTENT_TYPE})
+        text = self._page.text(without_engine=self._batch.knobs.disable_log_stats)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        """Give the memory back, as vLLM's development mode does: nothing is scheduled until ``/wake_up``."""
+        level = request.query.get("level", "1")
+        self._pump()
+        self._batch.freeze(time.monotonic())
+        self._arm()
+        for state, on in (("awake", False), ("weights_offloaded", level == "1"), ("discard_all", level == "2")):
+            self._page.put("engine_sleep_state", on, state)
+        return web.Response()
+
+    async def _wake_up(self, _: web.Request) -> web.Response:
+        for state in ("awake", "weights_offloaded", "discard_all"):
+            self._page.put("engine_sleep_state", state == "awake", state)
+        self._batch.thaw(time.monotonic())
+        self._arm()
+        return web.Response()
 
     # What only the lab serves
 
@@ -337,6 +357,7 @@ _DEFAULT = Knobs()
 )
 @click.option("--ignore-disconnects", is_flag=True, help="Go on with requests whose client left.")
 @click.option("--late-headers", is_flag=True, help="Send a stream's header with its first token.")
+@click.option("--disable-log-stats", is_flag=True, help="Show no family of vLLM on the page.")
 def main(host: str, port: int, model: str, seed: int, **knobs: Any) -> None:
     """Serve a stand-in vLLM engine."""
     try:

@@ -97,6 +97,14 @@ class EngineControl:
         """Step on."""
         await self._post("thaw")
 
+    async def sleep(self, level: int = 1) -> None:
+        """Put it to sleep, as an operator of vLLM does."""
+        await self._post(f"sleep?level={level}", below="")
+
+    async def wake_up(self) -> None:
+        """Wake it."""
+        await self._post("wake_up", below="")
+
     async def turn(self, **changes: Any) -> None:
         """Change knobs: names and types as in :class:`~tokengap.lab.batching.Knobs`."""
         await self._post("knobs", changes)
@@ -109,8 +117,8 @@ class EngineControl:
             return  # the only answer that a crash gives
         raise AssertionError("the engine outlived its crash")
 
-    async def _post(self, what: str, body: dict[str, Any] | None = None) -> None:
-        url = f"{self._url}/lab/{what}"
+    async def _post(self, what: str, body: dict[str, Any] | None = None, *, below: str = "lab/") -> None:
+        url = f"{self._url}/{below}{what}"
         async with aiohttp.ClientSession() as session, session.post(url, json=body or {}) as answer:
             if answer.status == 400:
                 raise ValueError(await answer.text())

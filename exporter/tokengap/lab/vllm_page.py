@@ -163,10 +163,11 @@ class VllmPage:
     """The counters behind one page, all at rest until written to. Names are given without ``vllm:`` and ``_total``."""
 
     def __init__(self, model: str) -> None:
-        self._registry = CollectorRegistry()
-        GCCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        ProcessCollector(registry=self._registry)
+        self._registry, self._process = CollectorRegistry(), CollectorRegistry()
+        for registry in (self._registry, self._process):
+            GCCollector(registry=registry)
+            PlatformCollector(registry=registry)
+            ProcessCollector(registry=registry)
         self._counters: dict[tuple[str, str], Counter] = {}
         self._gauges: dict[tuple[str, str], Gauge] = {}
         self._histograms: dict[tuple[str, str], Histogram] = {}
@@ -211,6 +212,6 @@ class VllmPage:
         for _ in range(times):
             histogram.observe(value)
 
-    def text(self) -> bytes:
-        """Return the page in text format 0.0.4."""
-        return generate_latest(self._registry)
+    def text(self, *, without_engine: bool = False) -> bytes:
+        """Return the page in text format 0.0.4; ``without_engine``: only what the process itself shows."""
+        return generate_latest(self._process if without_engine else self._registry)
