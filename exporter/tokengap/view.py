@@ -91,7 +91,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine after a beat. None: not known in this beat, and not published."""
+    """One engine after a beat. None: not known in this beat, and not published.
+
+    ``family`` is the kind of engine by its page (``vllm``, ``sglang``, ...), empty until a page was read.
+    """
 
     name: str
     url: str
@@ -113,6 +116,7 @@ class EngineView:
     ghost_steps: float
     breach_seconds: float
     skipped: Mapping[str, int]
+    family: str = ""
 
     @property
     def utilization(self) -> float | None:

@@ -224,6 +224,7 @@ def _engine(
         name=engine.name,
         url=engine.url,
         models=models,
+        family=judge.page.family if judge.page is not None else "",
         state=judgement.state,
         evidence=judgement.evidence,
         tokens=book.tokens,
