@@ -16,7 +16,7 @@ from tokengap.series.engines import public_url
 #: All labels that a series may have. Each one's values are configured, or a fixed list.
 BOUNDED = {
     *("engine", "hop", "client", "class", "model", "how", "state", "source", "target", "mode", "reason", "url"),
-    *("version", "python"),
+    *("version", "python", "family"),
 }
 
 each = pytest.mark.parametrize("series", SERIES, ids=str)
