@@ -93,7 +93,8 @@ class Tokens:
 class EngineView:
     """One engine after a beat. None: not known in this beat, and not published.
 
-    ``family`` is the kind of engine by its page (``vllm``, ``sglang``, ...), empty until a page was read.
+    ``family`` is the kind of engine by its page (``vllm``, ``sglang``, ...), empty until a page was read. ``stale``:
+    what the page says of requests is left from before they were aborted; there are none.
     """
 
     name: str
@@ -117,13 +118,14 @@ class EngineView:
     breach_seconds: float
     skipped: Mapping[str, int]
     family: str = ""
+    stale: bool = False
 
     @property
     def utilization(self) -> float | None:
-        """Running sequences over slots, None when either is not known."""
+        """Running sequences over slots, 0 where they are stale, None when either is not known."""
         if self.running is None or not self.slots:
             return None
-        return self.running / self.slots
+        return 0.0 if self.stale else self.running / self.slots
 
 
 @dataclass(frozen=True, slots=True)
