@@ -1,4 +1,4 @@
-"""``tokengap serve`` in front of servers that answer as recorded ones did: every verdict over real HTTP, on the clock."""
+"""``tokengap serve`` on servers that answer as recorded ones did: every verdict over real HTTP, on the clock."""
 
 from __future__ import annotations
 

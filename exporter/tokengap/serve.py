@@ -51,7 +51,8 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     await server.start(*parse_listen(settings.listen))
     sockets = Sockets(events=settings.events)
     try:
-        async with aiohttp.ClientSession() as session:
+        # No limit: a hundred engines that hang must not keep the hundred and first from being read.
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             within = deadline(settings.interval)
             sources = Sources(
                 sockets=sockets,

@@ -99,12 +99,11 @@ def parse_page(body: bytes) -> EnginePage:
         # In multi-process mode a gauge may have one line per writer, `pid`, of which the others hold old values or 0;
         # tensor-parallel ranks each tell of the same requests.
         series = labels
-        if any(label in rest for label in family.copies):
+        if family.copied.search(rest) is not None:
             series = frozenset(pair for pair in labels if pair[0] not in family.copies)
         for target in targets:
-            if target not in values:
-                values[target] = {}
-            values[target][series] = max(value, values[target].get(series, 0.0))
+            of_name = values.setdefault(target, {})
+            of_name[series] = max(value, of_name.get(series, 0.0))
 
     of_engine = [labels for name, labels in seen if name != _START]
     on_page = {pair for labels in of_engine for pair in labels}

@@ -70,6 +70,7 @@ class Family:
     sample: re.Pattern[str] = field(init=False, repr=False)
     targets: Mapping[str, tuple[tuple[str, Name], ...]] = field(init=False, repr=False)
     picky: frozenset[str] = field(init=False, repr=False)  # names of which not every line is meant
+    copied: re.Pattern[str] = field(init=False, repr=False)  # found in lines that may have a label of ``copies``
 
     def __post_init__(self) -> None:
         targets: dict[str, tuple[tuple[str, Name], ...]] = {}
@@ -83,6 +84,7 @@ class Family:
         object.__setattr__(self, "targets", targets)
         picky = (one.name for names in self.fields.values() for one in names if one.with_ or one.without)
         object.__setattr__(self, "picky", frozenset(picky))
+        object.__setattr__(self, "copied", re.compile("|".join(self.copies)))
 
 
 def _names(*names: str | Name) -> tuple[Name, ...]:
