@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -434,6 +435,28 @@ class TestRecordedPages:
         judgement = watch.see(10, recorded("vllm-0.32.0/multiapi-busy.prom"), streams=4)
         assert (judgement.state, judgement.restarts) == ("restarted", 1)
 
+    def test_eight_ranks(self):
+        """Data-parallel, several API servers (no start time, no `_created`): one rank works, the others stand still.
+        Busy on the sum; stuck when the one hangs, with numbers of all."""
+        text = (RECORDED / "vllm-pages" / "vllm-0.33.0-engines8.prom").read_text()
+        lines = [line for line in text.splitlines() if not re.match(r"(# TYPE )?(process|python)_|.*_created", line)]
+        shared = "\n".join(lines) + "\n"
+
+        def page(tokens: int) -> EnginePage:
+            now = re.sub(r'(:num_requests_running\{engine="3".*\}) 0.0', r"\1 2.0", shared)
+            for name in ("generation_tokens_total", "iteration_tokens_total_sum", "prompt_tokens_total"):
+                now = re.sub(rf'(:{name}\{{engine="3".*\}}) 0.0', rf"\1 {tokens}.0", now)
+            return parse_page(now.encode())
+
+        watch = Watch()
+        for at in range(5):
+            judgement = watch.see(at, page(100 + at), streams=2)
+            assert judgement.state == "busy"
+        assert (page(1).ranks, page(1).start_time, page(1).created) == (8, None, None)
+        assert judgement.evidence == "running 2, generation +1 in 1.0 s"
+        assert watch.see_still(5, 23.9, page(104), streams=2).state == "busy"
+        assert watch.see(24, page(104), streams=2).state == "stuck"
+
     def test_statistics_off(self):
         """`--disable-log-stats`: blind, while streams flow and while none do."""
         with pytest.raises(SourceUnusable) as error:
@@ -443,7 +466,17 @@ class TestRecordedPages:
             assert judgement.state == "blind"
             assert ("streams still carry bytes" in judgement.evidence) is flowing
 
-    @pytest.mark.parametrize("path", sorted((RECORDED / "vllm-pages").glob("*.prom")), ids=lambda path: path.stem)
+    @pytest.mark.parametrize(
+        "path",
+        [
+            *sorted((RECORDED / "vllm-pages").glob("*.prom")),
+            RECORDED / "vllm-0.32.0" / "fresh.prom",
+            *sorted((RECORDED / "vllm-written").glob("*engines1.prom")),
+            *sorted((RECORDED / "vllm-written").glob("*rest.prom")),
+            *sorted((RECORDED / "vllm-written").glob("*idle-00s.prom")),
+        ],
+        ids=lambda path: path.stem,
+    )
     def test_every_release_at_rest(self, path):
         """A fresh engine of each release, one rank or eight: idle."""
         watch = Watch()

@@ -244,6 +244,13 @@ def test_there_is_a_page_of_every_family_and_version() -> None:
     assert [version for version in VERSIONS if f"vllm-{version}" not in paths] == []
 
 
+def test_every_family_is_in_the_docs() -> None:
+    """By the name that people read and the one that series show."""
+    text = (RECORDED.parent.parent / "docs" / "engines.md").read_text()
+    missing = [family.name for family in FAMILIES if family.title not in text or f"`{family.name}`" not in text]
+    assert missing == []
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_row_of_the_table_is_whole(family: Family) -> None:
     """Every field is one of an engine page, what must move can, and what is added up is there."""

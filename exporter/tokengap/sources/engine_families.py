@@ -1,7 +1,7 @@
 """What the engines call what we need: one row per family of engines, and nothing else in the program knows a name.
 
 A family is told by the prefix of its series. To add one: a row in :data:`FAMILIES`, and pages of it in
-``tests/recorded/FAMILY-pages/``; the test that goes over all recorded pages finds them by itself.
+``tests/recorded/FAMILY-pages/``, see ``docs/engines.md``.
 
 The names were read in the engines' sources and documentation: vLLM 0.6 to 0.33 (`vllm/v1/metrics/loggers.py`), SGLang
 0.5 (`srt/observability/metrics_collector.py`), llama.cpp (`tools/server`), TGI 3 (`docs/source/reference/metrics.md`),
@@ -39,7 +39,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family of engines.
+    """One family of engines. ``name`` is what series show, ``title`` what people read.
 
     ``fields`` maps fields of :class:`~tokengap.readings.EnginePage` to names. Where a field has several, the highest
     counts (versions rename, and two counters may tell the same in different ways), but those in ``added`` are added up.
@@ -55,6 +55,7 @@ class Family:
     """
 
     name: str
+    title: str
     prefix: str
     fields: Mapping[str, tuple[Name, ...]]
     live: frozenset[str]
@@ -98,6 +99,7 @@ def _request(kind: str) -> Name:
 FAMILIES: tuple[Family, ...] = (
     Family(
         "vllm",
+        "vLLM",
         prefix="vllm",
         fields={
             "running": _names("num_requests_running"),
@@ -119,6 +121,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "sglang",
+        "SGLang",
         prefix="sglang",
         fields={
             "running": _names("num_running_reqs"),
@@ -150,6 +153,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "llamacpp",
+        "llama.cpp",
         prefix="llamacpp",
         fields={
             "running": _names("requests_processing"),
@@ -166,6 +170,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "tgi",
+        "TGI",
         prefix="tgi",
         fields={
             "running": _names("batch_current_size"),
@@ -181,7 +186,8 @@ FAMILIES: tuple[Family, ...] = (
         added=frozenset({"work"}),
     ),
     Family(
-        "trtllm",  # trtllm-serve, at /prometheus/metrics; through Dynamo, on the worker's page
+        "trtllm",
+        "TensorRT-LLM",  # trtllm-serve, at /prometheus/metrics; through Dynamo, on the worker's page
         prefix="trtllm",
         fields={
             "running": _names("num_requests_running"),
@@ -203,7 +209,8 @@ FAMILIES: tuple[Family, ...] = (
         added=frozenset({"work"}),
     ),
     Family(
-        "triton",  # the TensorRT-LLM backend of Triton, whose page has a port of its own (8002)
+        "triton",
+        "Triton",  # its TensorRT-LLM backend; the page has a port of its own (8002)
         prefix="nv_trt_llm",
         fields={
             "running": (_request("active"), _request("scheduled")),
@@ -216,6 +223,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "lmdeploy",
+        "LMDeploy",
         prefix="lmdeploy",
         fields={
             "running": _names("num_requests_running"),
