@@ -110,7 +110,7 @@ async def aborts(lab: Lab) -> None:
 async def slow(lab: Lab) -> None:
     """A token in two thirds of a window."""
     await lab.control.turn(rate=1.5 / lab.window)
-    task = lab.visit(User("slow", prompt_tokens=10, max_tokens=4))
+    task = lab.visit(User("slow", prompt_tokens=10, max_tokens=3))
     await task
     await lab.control.turn(rate=KNOBS.rate)
 
@@ -170,7 +170,7 @@ async def run(lab: Lab, seconds: float) -> list[str]:
 async def freeze(lab: Lab) -> None:
     """The engine stops in mid-decode with a full queue: stuck within two windows (and two beats), not before, and busy
     again when it goes on."""
-    users = [lab.visit(user) for user in crowd(9, 0, max_tokens=200)]
+    users = [lab.visit(user) for user in crowd(9, 0, max_tokens=100)]
 
     async def at_work() -> bool:
         truth = await lab.control.truth()
@@ -193,7 +193,7 @@ async def freeze(lab: Lab) -> None:
 async def test_half_a_minute_of_everything(tmp_path: Path):
     """Every act once or more, no false alarm; then a true one."""
     async with lab_of(tmp_path, window=2.0) as lab:
-        await run(lab, 18)
+        await run(lab, 12)
         await freeze(lab)
 
 
