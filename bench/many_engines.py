@@ -41,9 +41,10 @@ from tokengap.topology import Endpoint, Engine, Topology
 
 PAGE = Path(__file__).parent.parent / "tests" / "recorded" / "vllm-0.32.0" / "busy-1.prom"
 ENGINES = 64
-ROUNDS = 3
-SECONDS = 8.0  # a round
-SCRAPES = 80  # a round
+ROUNDS = 8
+SECONDS = 3.0  # a round
+EXPORTERS = 2
+SCRAPES = 100  # an exporter
 
 
 async def be_engines(count: int) -> None:
@@ -179,7 +180,7 @@ async def measure() -> dict[str, float]:
             used, lasted = await read_for(well, ports, SECONDS)
             cpu, clock = cpu + used, clock + lasted
             await read_for(ill, [*ports, hung], SECONDS)
-        for _ in range(ROUNDS):
+        for _ in range(EXPORTERS):
             async with exporting(ports) as (url, process):
                 took, share = await scrape(url, process)
             scrapes += took
