@@ -168,7 +168,7 @@ class Replay:
         self.asked.append((request.method, request.path))
         while self._phase.kind == "hang":
             await self._next.wait()
-        if request.path == "/metrics":
+        if request.path.endswith("/metrics"):  # that of trtllm-serve is at /prometheus/metrics
             if self._phase.kind == "page":
                 return web.Response(body=self._phase.body, headers={"Content-Type": "text/plain; version=0.0.4"})
             return web.Response(status=self._phase.status)
