@@ -111,15 +111,17 @@ class EnginePage:
     ``_created`` of the token counter: the start time where ``process_start_time_seconds`` is not shown. ``skipped``
     counts lines that were left out, by reason.
 
-    ``first_tokens`` counts requests whose prompt was finished, at that moment. ``work`` is any count that moves only
-    while the engine computes, whatever it counts. ``family`` is the kind of engine (``vllm``, ``sglang``, ...), empty
-    where nobody said. ``live``: something on the page moves while a request runs, not only when one ends.
-    ``between_steps``: the engine makes the page between two steps of its inference loop, so that it comes as late as
-    the step is long.
+    ``deferred`` are those of ``waiting`` that wait for something outside the scheduler: KV blocks of another node, a
+    grammar, an adapter. ``first_tokens`` counts requests whose prompt was finished, at that moment. ``work`` is any
+    count that moves only while the engine computes, whatever it counts. ``family`` is the kind of engine (``vllm``,
+    ``sglang``, ...), empty where nobody said. ``live``: something on the page moves while a request runs, not only when
+    one ends. ``between_steps``: the engine makes the page between two steps of its inference loop, so that it comes as
+    late as the step is long.
     """
 
     running: float | None = None
     waiting: float | None = None
+    deferred: float | None = None
     generation_tokens: float | None = None
     prompt_tokens: float | None = None
     first_tokens: float | None = None

@@ -206,6 +206,25 @@ class TestReportedCases:
             assert judgement.state == "stuck"
             assert judgement.evidence == "running 0, waiting 3, nothing moved for 20.0 s, 3 open sockets"
 
+    class Test4WaitingForAnotherNode:
+        """Disaggregated serving: all that wait do so for KV blocks whose prompt another node is computing."""
+
+        page = replace(REST, waiting=3.0, deferred=3.0)
+
+        def test_it_may_take_the_prefill_budget(self):
+            """Busy while a prompt may be in the making there, stuck when the budget is spent."""
+            watch = Watch()
+            watch.see(0, REST, streams=0)
+            assert watch.see_still(1, 120.9, self.page, streams=3).state == "busy"
+            assert watch.see(121, self.page, streams=3).state == "stuck"
+
+        def test_one_that_waits_for_this_engine_is_enough(self):
+            """Two of three wait for another node and one for nothing: two windows."""
+            watch, page = Watch(), replace(self.page, deferred=2.0)
+            watch.see(0, REST, streams=0)
+            assert watch.see_still(1, 20.9, page, streams=3).state == "busy"
+            assert watch.see(21, page, streams=3).state == "stuck"
+
     class Test5ADeadBackend:
         """Stuck for 85 minutes, then refused, then up with a new start time (Fastllm-proxy 19)."""
 
@@ -642,25 +661,32 @@ PAGES = st.builds(
     EnginePage,
     running=AMOUNT,
     waiting=AMOUNT,
+    deferred=AMOUNT,
     generation_tokens=AMOUNT,
     prompt_tokens=AMOUNT,
     steps=AMOUNT,
     step_tokens=AMOUNT,
+    first_tokens=AMOUNT,
+    work=AMOUNT,
     preemptions=AMOUNT,
     finished=AMOUNT,
     finished_tokens=AMOUNT,
+    live=st.booleans(),
+    between_steps=st.booleans(),
     kv_usage=st.none() | st.floats(0, 1),
     asleep=st.none() | st.booleans(),
     start_time=st.none() | st.sampled_from([1.0, 2.0]),
     created=st.none() | st.sampled_from([1.0, 2.0]),
 )
-READINGS = st.builds(lambda page: Reading(at=0.0, value=page), PAGES) | st.sampled_from([refused(0), failed(0)])
+LATE: Reading[EnginePage] = Reading(at=0.0, error="no answer within 0.8 s", late=True)
+READINGS = st.builds(lambda page: Reading(at=0.0, value=page), PAGES) | st.sampled_from([refused(0), failed(0), LATE])
 
 
 class TestAnything:
     @given(st.lists(st.tuples(st.floats(0, 40), READINGS, st.none() | st.integers(0, 5), st.booleans()), max_size=25))
     def test_gives_a_verdict_that_rests_on_something(self, beats):
-        """No reading, in whatever order, raises; totals never fall; without a page it is dead or blind, never more."""
+        """No reading, in whatever order, raises; totals never fall; without a page it is dead or
+        blind, or for one that is late what its silence means; and never stuck where nothing shows progress."""
         watch, now, restarts, ghosts = Watch(), 100.0, 0, 0.0
         for dt, reading, streams, flowing in beats:
             now += dt
@@ -671,10 +697,13 @@ class TestAnything:
             assert judgement.ghost_steps >= ghosts
             assert judgement.progress_age is None or judgement.progress_age >= 0
             restarts, ghosts = judgement.restarts, judgement.ghost_steps
-            if reading.value is None:
+            if reading.value is None and not reading.late:
                 assert judgement.state == ("dead" if reading.refused else "blind")
+            if reading.late:
+                assert judgement.state in ("blind", "busy", "stuck")
             if judgement.state == "stuck":
-                assert judgement.progress_age >= 20
+                assert judgement.progress_age >= (120 if reading.late else 20)
+                assert reading.late or reading.value.live
             if len(watch.state.left) > 4:
                 pytest.fail("memory grows with the readings")
 

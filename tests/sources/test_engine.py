@@ -45,7 +45,7 @@ SUMMED = {
     "finished": "request_success_total",
     "finished_tokens": "request_generation_tokens_sum",
 }
-FIELDS = [*SUMMED, "first_tokens", "work", "kv_usage", "asleep", "start_time", "created"]
+FIELDS = [*SUMMED, "deferred", "first_tokens", "work", "kv_usage", "asleep", "start_time", "created"]
 
 
 def oracle(page: bytes) -> EnginePage | None:
@@ -104,10 +104,10 @@ def oracle_of_vllm(text: str) -> EnginePage | None:
     if not of_vllm and "vllm:" not in text:
         return None
 
-    def total(name: str) -> float | None:
+    def total(name: str, only: frozenset[tuple[str, str]] = frozenset()) -> float | None:
         series: dict[frozenset[tuple[str, str]], float] = {}
         for labels, value in of_vllm.get(name, {}).items():
-            if ("finished_reason", "abort") not in labels:
+            if ("finished_reason", "abort") not in labels and only <= labels:
                 without_pid = frozenset(pair for pair in labels if pair[0] != "pid")
                 series[without_pid] = max(series.get(without_pid, 0.0), value)
         return sum(series.values()) if series else None
@@ -117,15 +117,17 @@ def oracle_of_vllm(text: str) -> EnginePage | None:
 
     awake = [v for labels, v in of_vllm.get("engine_sleep_state", {}).items() if ("sleep_state", "awake") in labels]
     wanted = [*SUMMED.values(), "kv_cache_usage_perc", "gpu_cache_usage_perc", "engine_sleep_state"]
-    wanted.append("generation_tokens_created")
+    wanted += ["generation_tokens_created", "num_requests_waiting_by_reason"]
     seen = [
         dict(labels)
         for name in wanted
         for labels in of_vllm.get(name, {})
         if not (name == "request_success_total" and ("finished_reason", "abort") in labels)
+        and (name != "num_requests_waiting_by_reason" or ("reason", "deferred") in labels)
     ]
     return EnginePage(
         **{field: total(name) for field, name in SUMMED.items()},  # type: ignore[arg-type]  # field names are the keys
+        deferred=total("num_requests_waiting_by_reason", frozenset({("reason", "deferred")})),
         kv_usage=highest("kv_cache_usage_perc", "gpu_cache_usage_perc"),
         asleep=not any(awake) if awake else None,
         start_time=start_time,
@@ -165,6 +167,7 @@ def test_a_busy_page_field_by_field() -> None:
     assert parse_page(BUSY) == EnginePage(
         running=4,
         waiting=5,
+        deferred=0,
         generation_tokens=2882,
         prompt_tokens=52084,
         steps=742,
@@ -187,7 +190,7 @@ FAMILY_PAGES = [
     (
         "sglang-pages/busy-0",
         # 2 in the queue and 1 compiling its grammar; 4,210 decoded, of which 4,000 by requests that have ended.
-        {"running": 3, "waiting": 3, "generation_tokens": 4210, "finished_tokens": 4000, "finished": 20}
+        {"running": 3, "waiting": 3, "deferred": 1, "generation_tokens": 4210, "finished_tokens": 4000, "finished": 20}
         | {"first_tokens": 23, "work": 4210 + 9000 + 1500, "kv_usage": 0.31, "start_time": None, "live": True},
     ),
     ("sglang-pages/tp2-busy", {"running": 3, "waiting": 3, "generation_tokens": 4210, "work": 14710, "ranks": 1}),

@@ -157,6 +157,11 @@ class Facts:
         return (self.page.waiting if self.page else None) or 0.0
 
     @property
+    def queued(self) -> float:
+        """Requests waiting for nothing but this engine."""
+        return self.waiting - ((self.page.deferred if self.page else None) or 0.0)
+
+    @property
     def engine_has_work(self) -> bool:
         """The engine says that requests are in flight."""
         return self.running + self.waiting > 0
@@ -178,10 +183,12 @@ class Facts:
         Either a running request has not shown its first token, or the engine does not know yet of the requests that
         its sockets show: its gauges lag by up to 18 s at a cold start (issue 49538), and before 0.10.2 were not set
         during a chunked prefill. An engine that makes its page between two steps proves with each page that it steps;
-        llama.cpp prints its counters with six digits, so that large ones seem to stand still.
+        llama.cpp prints its counters with six digits, so that large ones seem to stand still. And where all requests
+        wait for something else, such as KV blocks, their prompts are in the making on another node.
         """
         steps = self.page is not None and self.page.between_steps
-        return self.prefilling or steps or (not self.engine_has_work and bool(self.streams))
+        elsewhere = self.running == 0 and self.queued <= 0 < self.waiting
+        return self.prefilling or steps or elsewhere or (not self.engine_has_work and bool(self.streams))
 
     @property
     def quiet_until(self) -> str:
@@ -318,8 +325,8 @@ TABLE: tuple[Row, ...] = (
         "gauges frozen by a mass abort (22545, 29928)",
     ),
     Row(
-        "requests wait, none runs, no progress for two windows",
-        lambda f: f.waiting > 0 and f.running == 0 and f.quiet >= f.patience and f.live,
+        "requests wait for this engine alone, none runs, no progress for two windows",
+        lambda f: f.queued > 0 and f.running == 0 and f.quiet >= f.patience and f.live,
         "stuck",
         _stands,
         "waiting and never scheduled (39863)",

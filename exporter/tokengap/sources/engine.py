@@ -118,6 +118,7 @@ def parse_page(body: bytes) -> EnginePage:
     return EnginePage(
         running=told.get("running"),
         waiting=told.get("waiting"),
+        deferred=told.get("deferred"),
         generation_tokens=told.get("generation_tokens"),
         prompt_tokens=told.get("prompt_tokens"),
         first_tokens=told.get("first_tokens"),

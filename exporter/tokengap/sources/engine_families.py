@@ -96,6 +96,15 @@ def _request(kind: str) -> Name:
     return Name("request_metrics", with_=("request_type", kind))
 
 
+#: Queues of SGLang that wait for a grammar or, in disaggregated serving, for the other node.
+_ELSEWHERE = (
+    "num_grammar_queue_reqs",
+    "num_prefill_prealloc_queue_reqs",
+    "num_prefill_inflight_queue_reqs",
+    "num_decode_prealloc_queue_reqs",
+    "num_decode_transfer_queue_reqs",
+)
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         "vllm",
@@ -104,6 +113,7 @@ FAMILIES: tuple[Family, ...] = (
         fields={
             "running": _names("num_requests_running"),
             "waiting": _names("num_requests_waiting"),
+            "deferred": _names(Name("num_requests_waiting_by_reason", with_=("reason", "deferred"))),  # from 0.20 on
             "generation_tokens": _names("generation_tokens_total"),
             "created": _names("generation_tokens_created"),
             "prompt_tokens": _names("prompt_tokens_total"),
@@ -125,14 +135,8 @@ FAMILIES: tuple[Family, ...] = (
         prefix="sglang",
         fields={
             "running": _names("num_running_reqs"),
-            "waiting": _names(
-                "num_queue_reqs",
-                "num_grammar_queue_reqs",
-                "num_prefill_prealloc_queue_reqs",
-                "num_prefill_inflight_queue_reqs",
-                "num_decode_prealloc_queue_reqs",
-                "num_decode_transfer_queue_reqs",
-            ),
+            "waiting": _names("num_queue_reqs", *_ELSEWHERE),
+            "deferred": _names(*_ELSEWHERE),
             # The first counts each decode step and not the first tokens; the other all, when a request ends.
             "generation_tokens": _names(
                 Name("realtime_tokens_total", with_=("mode", "decode")), "generation_tokens_total"
@@ -146,7 +150,7 @@ FAMILIES: tuple[Family, ...] = (
             "kv_usage": _names("token_usage"),
         },
         live=frozenset({"work", "kv_usage"}),
-        added=frozenset({"waiting", "work"}),
+        added=frozenset({"waiting", "deferred", "work"}),
         rank="dp_rank",
         copies=("pid", "tp_rank", "pp_rank", "moe_ep_rank"),
         parts=("priority",),
