@@ -36,6 +36,7 @@ class Source:
 
     answer: object
     asked: list[tuple] = field(default_factory=list)
+    takes_its_time: bool = False
 
     async def read(self, *question):
         self.asked.append((time.monotonic(), *question))
@@ -55,6 +56,7 @@ class Late:
     then: object
     come: asyncio.Event = field(default_factory=asyncio.Event)
     asked: int = 0
+    takes_its_time: bool = False
 
     async def read(self, *_question):
         self.asked += 1
@@ -204,6 +206,22 @@ async def test_a_page_that_comes_late_is_thrown_away():
     await asyncio.sleep(0)
     await heart.once()
     assert join.readings[1].engines["a"].value.running == 3.0
+
+
+async def test_a_late_page_of_an_engine_that_takes_its_time_is_the_next_beats():
+    """One whose page comes between two steps would never be read otherwise; and it is never asked twice at once."""
+    page = Late(EnginePage(running=1.0), then=EnginePage(running=3.0), takes_its_time=True)
+    heart, join, _ = beat(a=page)
+    await heart.once()
+    await heart.once()
+    assert page.asked == 1
+    page.come.set()
+    await asyncio.sleep(0)
+    await heart.once()
+    await heart.once()
+    readings = [each.engines["a"] for each in join.readings]
+    assert [reading.late for reading in readings] == [True, True, False, False]
+    assert [reading.value.running for reading in readings[2:]] == [1.0, 3.0]
 
 
 async def test_a_long_walk_through_the_processes_leaves_what_is_known():

@@ -44,7 +44,7 @@ ACCESS = SocketAccess("Linux 6.18", "sock_diag", True, "", True, "", 50_000, 248
 ENGINE = Engine("worker", "http://127.0.0.1:8000", (Endpoint(None, 8000),))
 HOP = Hop("edge", (Endpoint(None, 8080),), ("worker",))
 ROW = Row("0.0.0.0", 8080, "0.0.0.0", 0, LISTEN, 7)
-PAGE = EnginePage(generation_tokens=5.0, models=("m",))
+PAGE = EnginePage(generation_tokens=5.0, models=("m",), family="vllm")
 NONE: frozenset[str] = frozenset()
 
 
@@ -96,11 +96,11 @@ def test_sockets(access: SocketAccess, capabilities: set[str], levels: list[str]
     [
         (ENGINE, Answer(PAGE, 0.01, "0.32.0"), "ok", "vLLM 0.32.0 with m at :8000", ""),
         (ENGINE, Answer(PAGE), "ok", "a page of vLLM with m at :8000", ""),
-        (ENGINE, Answer(EnginePage()), "note", "which counts no tokens yet", "after the first request"),
+        (ENGINE, Answer(EnginePage(family="vllm")), "note", "which counts no tokens yet", "after the first request"),
         (ENGINE, Answer(PAGE, 2.0), "attention", "its page took 2.0 s, and a beat waits 0.8 s", "--interval"),
         (ENGINE, Answer(SourceRefused("connection refused")), "attention", "connection refused", "start it"),
         (ENGINE, Answer(SourceTimeout("no page within 5 s")), "attention", "no page within 5 s", "stuck"),
-        (ENGINE, Answer(SourceUnusable("HTTP 503")), "attention", "HTTP 503", "vllm: series"),
+        (ENGINE, Answer(SourceUnusable("HTTP 503")), "attention", "HTTP 503", "an engine's series"),
         (replace(ENGINE, endpoints=()), Answer(PAGE), "attention", "did not resolve", "addresses"),
     ],
 )

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from tokengap.errors import SourceError, SourceRefused
+from tokengap.errors import SourceError, SourceRefused, SourceTimeout
 from tokengap.gpu_readings import GpuSnapshot
 from tokengap.readings import EnginePage, ProcessTable, Reading, Readings, SocketSnapshot
 from tokengap.topology import Topology
@@ -44,6 +44,10 @@ class SocketSource(Protocol):
 
 class PageSource(Protocol):
     """What the beat needs of :class:`tokengap.sources.engine.EngineSource`."""
+
+    @property
+    def takes_its_time(self) -> bool:
+        """A page of it that came after the beat's deadline is the next beat's."""
 
     async def read(self) -> EnginePage:
         """Return the engine's page."""
@@ -89,12 +93,12 @@ class Join(Protocol):
 class Asker(Generic[T]):
     """Asks one source, again and again, and never has two questions out at once.
 
-    ``keep_late``: an answer that came after its deadline is the next beat's, and not thrown away. ``valid``: for so
-    many seconds an answer stands in for one that is not there yet.
+    ``keep_late`` (may be changed): an answer that came after its deadline is the next beat's, and not thrown away.
+    ``valid``: for so many seconds an answer stands in for one that is not there yet.
     """
 
     def __init__(self, name: str, *, keep_late: bool = False, valid: float = 0.0) -> None:
-        self._name, self._keep_late, self._valid = name, keep_late, valid
+        self._name, self.keep_late, self._valid = name, keep_late, valid
         self._asked: asyncio.Task[Reading[T]] | None = None
         self._was_late = False
         self._last: Reading[T] | None = None
@@ -105,7 +109,7 @@ class Asker(Generic[T]):
         began = time.monotonic()
         if self._asked is not None and not self._asked.done():
             return self._instead(began, began, "still no answer to an earlier read")
-        if self._asked is None or not (self._was_late and self._keep_late):
+        if self._asked is None or not (self._was_late and self.keep_late):
             self._asked = asyncio.create_task(self._answer(question))
         self._was_late = not (await asyncio.wait([self._asked], timeout=deadline))[0]
         if self._was_late:
@@ -126,7 +130,8 @@ class Asker(Generic[T]):
             value = await question()
         except SourceError as error:
             now = time.monotonic()
-            return Reading(now, now - began, error=str(error), refused=isinstance(error, SourceRefused))
+            late = isinstance(error, SourceTimeout)
+            return Reading(now, now - began, error=str(error), refused=isinstance(error, SourceRefused), late=late)
         except Exception as error:
             self._note_bug(error)
             now = time.monotonic()
@@ -138,7 +143,7 @@ class Asker(Generic[T]):
         """Return what there is in place of an answer."""
         if self._last is not None and now - self._last.at < self._valid:
             return self._last
-        return Reading(now, now - began, error=error)
+        return Reading(now, now - began, error=error, late=True)
 
     def _note_bug(self, error: BaseException) -> None:
         """Log an error that no source should raise, with its traceback, once each."""
@@ -189,6 +194,12 @@ class Beat:
         await self._publish(view)
         return view
 
+    async def _page(self, name: str, source: PageSource, within: float) -> Reading[EnginePage]:
+        # Thrown away, because it was taken before this beat's sockets: but where each page takes longer than a beat,
+        # there would never be one.
+        self._pages[name].keep_late = source.takes_its_time
+        return await self._pages[name].ask(source.read, within)
+
     async def _read(self, *, late: bool) -> Readings:
         within = deadline(self._topology.interval)
         # The sockets first, then the pages: so a token that is counted has, if anything, bytes that were not seen yet,
@@ -199,9 +210,7 @@ class Beat:
         processes, gpus, pages = await asyncio.gather(
             self._processes.ask(lambda: self._sources.processes.read(self._topology, questions), within),
             self._gpu.ask(gpu.read, within) if gpu is not None else _nothing(),
-            asyncio.gather(
-                *(self._pages[name].ask(source.read, within) for name, source in self._sources.engines.items())
-            ),
+            asyncio.gather(*(self._page(name, source, within) for name, source in self._sources.engines.items())),
         )
         for warning in gpus.value.warnings if gpus is not None and gpus.value is not None else ():
             log.warning(warning, extra={"source": "gpu"})

@@ -29,6 +29,7 @@ from tokengap.errors import SourceError, SourceRefused, SourceTimeout
 from tokengap.readings import LISTEN, EnginePage, ProcessTable
 from tokengap.sources.commandlines import proxy_program
 from tokengap.sources.engine import EngineSource, metrics_url
+from tokengap.sources.engine_families import FAMILY_NAMED
 from tokengap.sources.host import Row, Tree, holders, listens, rows_in
 from tokengap.sources.processes import Discovery, Processes
 from tokengap.sources.sockets import SocketAccess, probe
@@ -240,7 +241,9 @@ def about_engine(engine: Engine, answer: Answer, within: float) -> Finding:
     """Say whether an engine's page can be read, and by a beat, which gives it ``within`` seconds."""
     subject, page = f"engine {engine.name}", answer.page
     if isinstance(page, SourceError):
-        advice = "its /metrics has to be reached from here, and to show vllm: series (no --disable-log-stats)"
+        advice = (
+            "its /metrics has to be reached from here, and to show an engine's series (vLLM: no --disable-log-stats)"
+        )
         if isinstance(page, SourceRefused):
             advice = "start it, or correct its address"
         elif isinstance(page, SourceTimeout):
@@ -252,7 +255,8 @@ def about_engine(engine: Engine, answer: Answer, within: float) -> Finding:
     if answer.took > within:
         found = f"its page took {answer.took:.1f} s, and a beat waits {within:.1f} s"
         return Finding(subject, "attention", found, "set a longer --interval, or see what slows its API server down")
-    what = f"vLLM {answer.version}" if answer.version else "a page of vLLM"
+    title = FAMILY_NAMED[page.family].title
+    what = f"{title} {answer.version}" if answer.version else f"a page of {title}"
     models = f" with {', '.join(page.models)}" if page.models else ""
     where = ", ".join(map(str, engine.endpoints))
     if page.generation_tokens is None:

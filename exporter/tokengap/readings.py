@@ -103,7 +103,7 @@ class SocketSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class EnginePage:
-    """The families of one engine page that the join needs, summed over data-parallel ranks.
+    """What the join needs of one engine's page, summed over data-parallel ranks.
 
     None means: not on the page. ``finished`` counts finished requests of all reasons but abort (never shown for
     clients that leave: vLLM issues 31503, 55634); ``finished_tokens`` is ``request_generation_tokens_sum``.
@@ -111,14 +111,24 @@ class EnginePage:
     ranks, 0 to 1. ``asleep`` is True when ``engine_sleep_state`` says anything but awake. ``created`` is the newest
     ``_created`` of the token counter: the start time where ``process_start_time_seconds`` is not shown. ``skipped``
     counts lines that were left out, by reason.
+
+    ``deferred`` are those of ``waiting`` that wait for something outside the scheduler: KV blocks of another node, a
+    grammar, an adapter. ``first_tokens`` counts requests whose prompt was finished, at that moment. ``work`` is any
+    count that moves only while the engine computes, whatever it counts. ``family`` is the kind of engine (``vllm``,
+    ``sglang``, ...), empty where nobody said. ``live``: something on the page moves while a request runs, not only when
+    one ends. ``between_steps``: the engine makes the page between two steps of its inference loop, so that it comes as
+    late as the step is long.
     """
 
     running: float | None = None
     waiting: float | None = None
+    deferred: float | None = None
     generation_tokens: float | None = None
     prompt_tokens: float | None = None
+    first_tokens: float | None = None
     steps: float | None = None
     step_tokens: float | None = None
+    work: float | None = None
     preemptions: float | None = None
     finished: float | None = None
     finished_tokens: float | None = None
@@ -129,6 +139,9 @@ class EnginePage:
     models: tuple[str, ...] = ()
     ranks: int = 0
     skipped: Mapping[str, int] = field(default_factory=dict)
+    family: str = ""
+    live: bool = True
+    between_steps: bool = False
 
     @property
     def requests(self) -> float:
@@ -158,7 +171,8 @@ class Reading(Generic[T]):
     """One source's answer in one beat, or why there is none.
 
     ``at`` is when the value was taken (monotonic seconds), ``took`` how long reading lasted. Exactly one of ``value``
-    and ``error`` is set. ``refused`` tells a dead peer (connection refused) from a failing read.
+    and ``error`` is set. ``refused`` tells a dead peer (connection refused) from a failing read, ``late`` one that has
+    not answered yet.
     """
 
     at: float
@@ -166,6 +180,7 @@ class Reading(Generic[T]):
     value: T | None = None
     error: str | None = None
     refused: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,9 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     sockets = Sockets(events=settings.events)
     try:
         async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(aiohttp.ClientSession())
+            # No limit: a hundred engines that hang must not keep the hundred and first from being read.
+            connector = aiohttp.TCPConnector(limit=0)
+            session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             within = deadline(settings.interval)
             gpu: GpuSource | None = None
             if settings.dcgm is not None:

@@ -177,7 +177,11 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine after a beat. None: not known in this beat, and not published. ``cost``: None until a GPU is its."""
+    """One engine after a beat. None: not known in this beat, and not published. ``cost``: None until a GPU is its.
+
+    ``family`` is the kind of engine by its page (``vllm``, ``sglang``, ...), empty until a page was read. ``stale``:
+    what the page says of requests is left from before they were aborted; there are none.
+    """
 
     name: str
     url: str
@@ -201,13 +205,15 @@ class EngineView:
     skipped: Mapping[str, int]
     cost: Cost | None = None
     restarts_last_hour: int = 0
+    family: str = ""
+    stale: bool = False
 
     @property
     def utilization(self) -> float | None:
-        """Running sequences over slots, None when either is not known."""
+        """Running sequences over slots, 0 where they are stale, None when either is not known."""
         if self.running is None or not self.slots:
             return None
-        return self.running / self.slots
+        return 0.0 if self.stale else self.running / self.slots
 
 
 @dataclass(frozen=True, slots=True)

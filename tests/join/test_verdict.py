@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,6 +205,25 @@ class TestReportedCases:
             judgement = watch.see(121, self.page, streams=3)
             assert judgement.state == "stuck"
             assert judgement.evidence == "running 0, waiting 3, nothing moved for 20.0 s, 3 open sockets"
+
+    class Test4WaitingForAnotherNode:
+        """Disaggregated serving: all that wait do so for KV blocks whose prompt another node is computing."""
+
+        page = replace(REST, waiting=3.0, deferred=3.0)
+
+        def test_it_may_take_the_prefill_budget(self):
+            """Busy while a prompt may be in the making there, stuck when the budget is spent."""
+            watch = Watch()
+            watch.see(0, REST, streams=0)
+            assert watch.see_still(1, 120.9, self.page, streams=3).state == "busy"
+            assert watch.see(121, self.page, streams=3).state == "stuck"
+
+        def test_one_that_waits_for_this_engine_is_enough(self):
+            """Two of three wait for another node and one for nothing: two windows."""
+            watch, page = Watch(), replace(self.page, deferred=2.0)
+            watch.see(0, REST, streams=0)
+            assert watch.see_still(1, 20.9, page, streams=3).state == "busy"
+            assert watch.see(21, page, streams=3).state == "stuck"
 
     class Test5ADeadBackend:
         """Stuck for 85 minutes, then refused, then up with a new start time (Fastllm-proxy 19)."""
@@ -453,6 +473,28 @@ class TestRecordedPages:
         judgement = watch.see(10, recorded("vllm-0.32.0/multiapi-busy.prom"), streams=4)
         assert (judgement.state, judgement.restarts) == ("restarted", 1)
 
+    def test_eight_ranks(self):
+        """Data-parallel, several API servers (no start time, no `_created`): one rank works, the others stand still.
+        Busy on the sum; stuck when the one hangs, with numbers of all."""
+        text = (RECORDED / "vllm-pages" / "vllm-0.33.0-engines8.prom").read_text()
+        lines = [line for line in text.splitlines() if not re.match(r"(# TYPE )?(process|python)_|.*_created", line)]
+        shared = "\n".join(lines) + "\n"
+
+        def page(tokens: int) -> EnginePage:
+            now = re.sub(r'(:num_requests_running\{engine="3".*\}) 0.0', r"\1 2.0", shared)
+            for name in ("generation_tokens_total", "iteration_tokens_total_sum", "prompt_tokens_total"):
+                now = re.sub(rf'(:{name}\{{engine="3".*\}}) 0.0', rf"\1 {tokens}.0", now)
+            return parse_page(now.encode())
+
+        watch = Watch()
+        for at in range(5):
+            judgement = watch.see(at, page(100 + at), streams=2)
+            assert judgement.state == "busy"
+        assert (page(1).ranks, page(1).start_time, page(1).created) == (8, None, None)
+        assert judgement.evidence == "running 2, generation +1 in 1.0 s"
+        assert watch.see_still(5, 23.9, page(104), streams=2).state == "busy"
+        assert watch.see(24, page(104), streams=2).state == "stuck"
+
     def test_statistics_off(self):
         """`--disable-log-stats`: blind, while streams flow and while none do."""
         with pytest.raises(SourceUnusable) as error:
@@ -462,7 +504,17 @@ class TestRecordedPages:
             assert judgement.state == "blind"
             assert ("streams still carry bytes" in judgement.evidence) is flowing
 
-    @pytest.mark.parametrize("path", sorted((RECORDED / "vllm-pages").glob("*.prom")), ids=lambda path: path.stem)
+    @pytest.mark.parametrize(
+        "path",
+        [
+            *sorted((RECORDED / "vllm-pages").glob("*.prom")),
+            RECORDED / "vllm-0.32.0" / "fresh.prom",
+            *sorted((RECORDED / "vllm-written").glob("*engines1.prom")),
+            *sorted((RECORDED / "vllm-written").glob("*rest.prom")),
+            *sorted((RECORDED / "vllm-written").glob("*idle-00s.prom")),
+        ],
+        ids=lambda path: path.stem,
+    )
     def test_every_release_at_rest(self, path):
         """A fresh engine of each release, one rank or eight: idle."""
         watch = Watch()
@@ -653,25 +705,32 @@ PAGES = st.builds(
     EnginePage,
     running=AMOUNT,
     waiting=AMOUNT,
+    deferred=AMOUNT,
     generation_tokens=AMOUNT,
     prompt_tokens=AMOUNT,
     steps=AMOUNT,
     step_tokens=AMOUNT,
+    first_tokens=AMOUNT,
+    work=AMOUNT,
     preemptions=AMOUNT,
     finished=AMOUNT,
     finished_tokens=AMOUNT,
+    live=st.booleans(),
+    between_steps=st.booleans(),
     kv_usage=st.none() | st.floats(0, 1),
     asleep=st.none() | st.booleans(),
     start_time=st.none() | st.sampled_from([1.0, 2.0]),
     created=st.none() | st.sampled_from([1.0, 2.0]),
 )
-READINGS = st.builds(lambda page: Reading(at=0.0, value=page), PAGES) | st.sampled_from([refused(0), failed(0)])
+LATE: Reading[EnginePage] = Reading(at=0.0, error="no answer within 0.8 s", late=True)
+READINGS = st.builds(lambda page: Reading(at=0.0, value=page), PAGES) | st.sampled_from([refused(0), failed(0), LATE])
 
 
 class TestAnything:
     @given(st.lists(st.tuples(st.floats(0, 40), READINGS, st.none() | st.integers(0, 5), st.booleans()), max_size=25))
     def test_gives_a_verdict_that_rests_on_something(self, beats):
-        """No reading, in whatever order, raises; totals never fall; without a page it is dead or blind, never more."""
+        """No reading, in whatever order, raises; totals never fall; without a page it is dead or
+        blind, or for one that is late what its silence means; and never stuck where nothing shows progress."""
         watch, now, restarts, ghosts = Watch(), 100.0, 0, 0.0
         for dt, reading, streams, flowing in beats:
             now += dt
@@ -682,10 +741,13 @@ class TestAnything:
             assert judgement.ghost_steps >= ghosts
             assert judgement.progress_age is None or judgement.progress_age >= 0
             restarts, ghosts = judgement.restarts, judgement.ghost_steps
-            if reading.value is None:
+            if reading.value is None and not reading.late:
                 assert judgement.state == ("dead" if reading.refused else "blind")
+            if reading.late:
+                assert judgement.state in ("blind", "busy", "stuck")
             if judgement.state == "stuck":
-                assert judgement.progress_age >= 20
+                assert judgement.progress_age >= (120 if reading.late else 20)
+                assert reading.late or reading.value.live
             if len(watch.state.left) > 4:
                 pytest.fail("memory grows with the readings")
 

@@ -24,10 +24,16 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]):
 
 
 def test_every_flag_and_route_is_in_the_docs():
-    """What the engine and the gateway can be told, and what is served under /lab/."""
-    from tokengap.lab import engine, gateway
+    """What the engine, the gateway and the replay can be told, and what is served under /lab/."""
+    from tokengap.lab import engine, gateway, replay
 
-    flags = [flag for command in (engine.main, gateway.main) for option in command.params for flag in option.opts]
+    flags = [
+        flag
+        for command in (engine.main, gateway.main, replay.main)
+        for option in command.params
+        for flag in option.opts
+        if flag.startswith("-")
+    ]
     routes = [resource.canonical for resource in engine.EngineServer(engine.Knobs()).app().router.resources()]
     assert [name for name in (*flags, *routes) if name not in TEXT] == []
 

@@ -34,6 +34,7 @@ def rich_view() -> View:
         name="worker",
         url="http://visitor:secret@127.0.0.1:8100/metrics?key=secret",
         models=("org/model-8b",),
+        family="vllm",
         state="busy",
         evidence="1 running, 2 waiting; tokens rose by 24 in 1.0 s",
         tokens=Tokens(16092.0, 15000.5, {"edge": 900.25, "engine": 92.0}, pending=50.25, unattributed=49.0),

@@ -1,10 +1,13 @@
-"""The engine page: every recorded page against prometheus_client's parser, then what no well-behaved server sends."""
+"""The engine page: every page there is against prometheus_client's parser, then what no well-behaved server sends."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gzip
+import json
 import random
+import re
 import socket
 import tracemalloc
 import zlib
@@ -23,10 +26,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokengap.errors import SourceError, SourceRefused, SourceTimeout, SourceUnusable
 from tokengap.readings import EnginePage
 from tokengap.sources.engine import EngineSource, metrics_url, parse_page, resolve
+from tokengap.sources.engine_families import FAMILIES, Family
 from tokengap.topology import Endpoint, Engine
 
 RECORDED = Path(__file__).parent.parent / "recorded"
-PAGES = sorted(RECORDED.glob("vllm-*/*.prom"))
+PAGES = sorted(RECORDED.glob("*/*.prom"))
 BUSY = (RECORDED / "vllm-0.32.0" / "busy-1.prom").read_bytes()
 RANKS_8 = (RECORDED / "vllm-pages" / "vllm-0.33.0-engines8.prom").read_bytes()
 
@@ -41,12 +45,53 @@ SUMMED = {
     "finished": "request_success_total",
     "finished_tokens": "request_generation_tokens_sum",
 }
-FIELDS = [*SUMMED, "kv_usage", "asleep", "start_time", "created"]
+FIELDS = [*SUMMED, "deferred", "first_tokens", "work", "kv_usage", "asleep", "start_time", "created"]
 
 
 def oracle(page: bytes) -> EnginePage | None:
-    """Read a well-formed page with prometheus_client's parser, slowly; None where the engine cannot be seen."""
-    text = page.decode().partition("\n# EOF\n")[0] + "\n"
+    """Read a well-formed page with prometheus_client's parser, slowly; None where the engine cannot be seen.
+
+    vLLM's names are spelled out here once more; those of the other families come from the table.
+    """
+    text = page.decode()
+    text = (json.loads(text) if text.startswith('"') else text).partition("\n# EOF\n")[0] + "\n"
+    for family in FAMILIES:
+        if family.name != "vllm" and re.search(rf"^{family.prefix}[:_]", text, re.MULTILINE):
+            return oracle_of(family, text)
+    return oracle_of_vllm(text)
+
+
+def oracle_of(family: Family, text: str) -> EnginePage:
+    """Read a page by the row of its family."""
+    samples = [sample for read in text_string_to_metric_families(text) for sample in read.samples]
+    told: dict[str, float] = {}
+    used = []
+    for field, names in family.fields.items():
+        of_names = []
+        for name in names:
+            # The reference parser adds `_total` to the name of a counter that has none.
+            spellings = {f"{family.prefix}{sep}{name.name}{end}" for sep in ":_" for end in ("", "_total")}
+            series: dict[frozenset[tuple[str, str]], float] = {}
+            for sample in samples:
+                labels = frozenset(sample.labels.items())
+                if sample.name in spellings and name.takes(labels) and not any(map(sample.labels.get, family.parts)):
+                    used.append(sample)
+                    key = frozenset(pair for pair in labels if pair[0] not in family.copies)
+                    series[key] = max(series.get(key, 0.0), sample.value)
+            if series:
+                of_names.append(max(series.values()) if field in ("kv_usage", "created") else sum(series.values()))
+        if of_names:
+            told[field] = sum(of_names) if field in family.added else max(of_names)
+    return EnginePage(
+        **told,  # type: ignore[arg-type]  # field names are the keys
+        start_time=next((sample.value for sample in samples if sample.name == "process_start_time_seconds"), None),
+        models=tuple(sorted({sample.labels[family.model] for sample in used if family.model in sample.labels})),
+        ranks=len({sample.labels[family.rank] for sample in used if family.rank in sample.labels}) or min(len(used), 1),
+    )
+
+
+def oracle_of_vllm(text: str) -> EnginePage | None:
+    """Read a page of vLLM."""
     of_vllm: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
     start_time = None
     for family in text_string_to_metric_families(text):
@@ -59,10 +104,10 @@ def oracle(page: bytes) -> EnginePage | None:
     if not of_vllm and "vllm:" not in text:
         return None
 
-    def total(name: str) -> float | None:
+    def total(name: str, only: frozenset[tuple[str, str]] = frozenset()) -> float | None:
         series: dict[frozenset[tuple[str, str]], float] = {}
         for labels, value in of_vllm.get(name, {}).items():
-            if ("finished_reason", "abort") not in labels:
+            if ("finished_reason", "abort") not in labels and only <= labels:
                 without_pid = frozenset(pair for pair in labels if pair[0] != "pid")
                 series[without_pid] = max(series.get(without_pid, 0.0), value)
         return sum(series.values()) if series else None
@@ -72,15 +117,17 @@ def oracle(page: bytes) -> EnginePage | None:
 
     awake = [v for labels, v in of_vllm.get("engine_sleep_state", {}).items() if ("sleep_state", "awake") in labels]
     wanted = [*SUMMED.values(), "kv_cache_usage_perc", "gpu_cache_usage_perc", "engine_sleep_state"]
-    wanted.append("generation_tokens_created")
+    wanted += ["generation_tokens_created", "num_requests_waiting_by_reason"]
     seen = [
         dict(labels)
         for name in wanted
         for labels in of_vllm.get(name, {})
         if not (name == "request_success_total" and ("finished_reason", "abort") in labels)
+        and (name != "num_requests_waiting_by_reason" or ("reason", "deferred") in labels)
     ]
     return EnginePage(
         **{field: total(name) for field, name in SUMMED.items()},  # type: ignore[arg-type]  # field names are the keys
+        deferred=total("num_requests_waiting_by_reason", frozenset({("reason", "deferred")})),
         kv_usage=highest("kv_cache_usage_perc", "gpu_cache_usage_perc"),
         asleep=not any(awake) if awake else None,
         start_time=start_time,
@@ -103,13 +150,13 @@ def assert_same(ours: EnginePage, theirs: EnginePage) -> None:
 # The recorded pages
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_every_recorded_page_reads_as_the_reference_parser_reads_it(path: Path) -> None:
-    """Every field of every recorded page equals what prometheus_client's parser sees there."""
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_page_reads_as_the_reference_parser_reads_it(path: Path) -> None:
+    """Every field of every recorded or written page equals what prometheus_client's parser sees there."""
     page = path.read_bytes()
     expected = oracle(page)
     if expected is None:
-        with pytest.raises(SourceUnusable, match="no vllm series"):
+        with pytest.raises(SourceUnusable, match="no series of an engine"):
             parse_page(page)
     else:
         assert_same(parse_page(page), expected)
@@ -120,6 +167,7 @@ def test_a_busy_page_field_by_field() -> None:
     assert parse_page(BUSY) == EnginePage(
         running=4,
         waiting=5,
+        deferred=0,
         generation_tokens=2882,
         prompt_tokens=52084,
         steps=742,
@@ -133,7 +181,99 @@ def test_a_busy_page_field_by_field() -> None:
         created=1795963346.2158663,
         models=("tiny",),
         ranks=1,
+        family="vllm",
     )
+
+
+VERSIONS = ("0.6.6", "0.8.5", "0.9.2", "0.10.2", "0.11.0", "0.14.0", "0.20.0", "0.24.0", "0.32.0", "0.33.0")
+FAMILY_PAGES = [
+    (
+        "sglang-pages/busy-0",
+        # 2 in the queue and 1 compiling its grammar; 4,210 decoded, of which 4,000 by requests that have ended.
+        {"running": 3, "waiting": 3, "deferred": 1, "generation_tokens": 4210, "finished_tokens": 4000, "finished": 20}
+        | {"first_tokens": 23, "work": 4210 + 9000 + 1500, "kv_usage": 0.31, "start_time": None, "live": True},
+    ),
+    ("sglang-pages/tp2-busy", {"running": 3, "waiting": 3, "generation_tokens": 4210, "work": 14710, "ranks": 1}),
+    ("sglang-pages/old-busy", {"running": 2, "waiting": 1, "generation_tokens": 5000, "work": None, "live": True}),
+    (
+        "llamacpp-pages/busy-0",
+        {"running": 4, "waiting": 2, "generation_tokens": 2100, "prompt_tokens": 6400, "work": 1840, "kv_usage": None}
+        | {"between_steps": True, "live": True, "models": (), "finished": None},
+    ),
+    ("llamacpp-pages/quoted-b7010", {"running": 4, "waiting": 2, "work": 1840}),
+    ("llamacpp-pages/2024-kv-usage", {"running": 2, "kv_usage": 0.3125}),
+    ("llamacpp-pages/large-counters", {"generation_tokens": 1_905_110, "work": 1_964_080}),
+    (
+        "tgi-pages/busy-0",
+        {"running": 6, "waiting": 3, "generation_tokens": 9000, "prompt_tokens": 4800, "finished": 30}
+        | {"first_tokens": 36, "work": 36 + 36 + 1500 + 1499, "kv_usage": None, "live": True},
+    ),
+    (
+        "trtllm-pages/busy-0",
+        {"running": 5, "waiting": 2, "generation_tokens": 2000, "finished": 10, "kv_usage": 0.21, "live": True}
+        | {
+            "work": 60 + 130 + 0 + 10,
+            "start_time": 1795963319.47,
+            "created": 1795963346.2,
+            "models": ("nemotron-nano-3",),
+        },
+    ),
+    ("trtllm-pages/no-iteration-statistics", {"running": None, "waiting": None, "live": False, "finished": 10}),
+    (
+        "triton-pages/busy-0",
+        {"running": 8, "waiting": 3, "generation_tokens": None, "kv_usage": 0.4875, "work": 1200, "live": True}
+        | {"models": ("tensorrt_llm",), "finished": None},
+    ),
+    (
+        "lmdeploy-pages/busy-0",
+        {"running": 4, "waiting": 3, "generation_tokens": 3000, "finished": 10, "finished_tokens": 2500, "steps": 800}
+        | {"step_tokens": 3200, "kv_usage": 0.42, "start_time": 1795963319.47, "created": None},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), FAMILY_PAGES, ids=[name for name, _ in FAMILY_PAGES])
+def test_a_page_of_each_family_field_by_field(name: str, fields: dict[str, object]) -> None:
+    """The numbers a person reads off it, and which engine it is, told by the page alone."""
+    page = parse_page((RECORDED / f"{name}.prom").read_bytes())
+    assert {field: getattr(page, field) for field in fields} == fields
+    assert (page.family, page.skipped) == (name.partition("-")[0], {})
+
+
+def test_there_is_a_page_of_every_family_and_version() -> None:
+    """A row of the table without a page would be tested by nothing; so would a version that is said to be read."""
+    families = {parse_page(path.read_bytes()).family for path in PAGES if path.stem != "nostats"}
+    assert families == {family.name for family in FAMILIES}
+    paths = " ".join(str(path) for path in PAGES)
+    assert [version for version in VERSIONS if f"vllm-{version}" not in paths] == []
+
+
+def test_every_family_is_in_the_docs() -> None:
+    """By the name that people read and the one that series show."""
+    text = (RECORDED.parent.parent / "docs" / "engines.md").read_text()
+    missing = [family.name for family in FAMILIES if family.title not in text or f"`{family.name}`" not in text]
+    assert missing == []
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_row_of_the_table_is_whole(family: Family) -> None:
+    """Every field is one of an engine page, what must move can, and what is added up is there."""
+    known = {field.name for field in dataclasses.fields(EnginePage)}
+    assert set(family.fields) <= known
+    assert {"running", "waiting"} <= set(family.fields)
+    assert family.live <= set(family.fields)
+    assert family.added <= set(family.fields)
+    assert family.live
+    assert not family.between_steps or family.deadline
+
+
+def test_what_a_family_shows_late_is_never_less_than_before() -> None:
+    """SGLang's live counter of tokens appears with the first one decoded and may be behind the one of ended requests:
+    the higher counts, so that the tokens of an engine never fall."""
+    line = 'sglang:realtime_tokens_total{{mode="decode",model_name="m"}} {}\n'
+    ended = 'sglang:generation_tokens_total{model_name="m"} 500\n'
+    pages = [ended, ended + line.format(7), ended + line.format(612)]
+    assert [parse_page(page.encode()).generation_tokens for page in pages] == [500, 500, 612]
 
 
 def test_a_long_prefill_moves_nothing_but_the_kv_cache() -> None:
@@ -185,7 +325,7 @@ ONE = 'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
 )
 def test_one_value_in_every_spelling(line: str) -> None:
     """Integers, both prefixes, any label order, spaces, timestamps, exemplars and CRLF all read as 3."""
-    assert parse_page(f"{line}\n".encode()) == EnginePage(running=3, models=("m",), ranks=1)
+    assert parse_page(f"{line}\n".encode()) == EnginePage(running=3, models=("m",), ranks=1, family="vllm", live=False)
 
 
 @pytest.mark.parametrize("model", ['a"b', "a,b", "a}b", "a{b", "a\\b", "a\nb", 'x",engine="9', "Qwen/Qwen3-8B", "模型"])
@@ -210,13 +350,13 @@ def test_v0_names_are_read() -> None:
     page = parse_page(
         b'vllm:gpu_cache_usage_perc{model_name="m"} 0.25\nvllm:num_requests_running{model_name="m"} 1.0\n'
     )
-    assert page == EnginePage(running=1, kv_usage=0.25, models=("m",), ranks=1)
+    assert page == EnginePage(running=1, kv_usage=0.25, models=("m",), ranks=1, family="vllm")
 
 
 def test_v0_before_its_first_request_is_seen_but_knows_nothing() -> None:
     """Only HELP and TYPE lines: statistics are on, so the engine is not blind, and nothing is 0."""
     text = b"# HELP vllm:num_requests_running Number of requests\n# TYPE vllm:num_requests_running gauge\n"
-    assert parse_page(text) == EnginePage()
+    assert parse_page(text) == EnginePage(family="vllm")
 
 
 def test_abort_is_no_finish() -> None:
@@ -232,7 +372,7 @@ def test_abort_is_no_finish() -> None:
 def test_nothing_after_eof_counts() -> None:
     """OpenMetrics ends at `# EOF`; a comment that only begins so does not end it."""
     page = parse_page(b"# EOFish\n" + ONE.encode() + b'# EOF\nvllm:num_requests_waiting{engine="0"} 7\n')
-    assert page == EnginePage(running=3, models=("m",), ranks=1)
+    assert page == EnginePage(running=3, models=("m",), ranks=1, family="vllm", live=False)
 
 
 @pytest.mark.parametrize(
@@ -279,9 +419,10 @@ def test_an_openmetrics_page_of_prometheus_client(prefix: str) -> None:
     [
         (b"", "empty"),
         (b"\n\n", "empty"),
-        (b"# TYPE python_info gauge\npython_info 1.0\nprocess_start_time_seconds 17.0\n", "no vllm series"),
-        (b"<html>502 vllm: Bad Gateway</html>", "no vllm series"),
-        (b'"vllm:num_requests_running 1\\n"', "no vllm series"),  # llama.cpp once sent its page as a JSON string
+        (b"# TYPE python_info gauge\npython_info 1.0\nprocess_start_time_seconds 17.0\n", "no series of an engine"),
+        (b"<html>502 vllm: Bad Gateway</html>", "no series of an engine"),
+        (b'"vllm:num_requests_running 1', "no series of an engine"),
+        (b'[{"numActiveRequests": 2}]', "JSON; that of trtllm-serve is at /prometheus/metrics"),
         (b"\x1f\x8b\x08\x00vllm", "not text"),
     ],
 )
@@ -309,7 +450,7 @@ def test_a_page_without_the_engine_is_unusable(body: bytes, reason: str) -> None
 def test_a_bad_value_is_left_out_and_counted(value: str, reason: str) -> None:
     """The family is unknown, never 0; the rest of the page stands."""
     page = parse_page(f'vllm:num_requests_waiting{{engine="0"}} {value}\n{ONE}'.encode())
-    assert page == EnginePage(running=3, models=("m",), ranks=1, skipped={reason: 1})
+    assert page == EnginePage(running=3, models=("m",), ranks=1, family="vllm", live=False, skipped={reason: 1})
 
 
 @pytest.mark.parametrize(
@@ -440,6 +581,42 @@ def test_any_well_formed_page_reads_as_the_reference_parser_reads_it(body: bytes
     assert set(ours.skipped) <= {"duplicate"}
     assert {field: getattr(ours, field) for field in FIELDS} == approximately(expected)
     assert (ours.models, ours.ranks) == (expected.models, expected.ranks)
+
+
+@st.composite
+def pages_of_families(draw: st.DrawFn) -> bytes:
+    """Well-formed pages of any family: some of its series, with ranks, copies, parts of totals, and other series."""
+    family = draw(st.sampled_from(FAMILIES))
+    number = st.one_of(st.integers(0, 10**9), st.floats(0, 1e9), st.floats(0, 1))
+    names = [name for field, names in family.fields.items() if field != "asleep" for name in names]
+    lines = [f"{family.prefix}{draw(st.sampled_from(':_'))}something_else 1"]
+    for name in draw(st.lists(st.sampled_from(names))):
+        labels = {family.model: draw(st.sampled_from(["m", 'a"b']))} if draw(st.booleans()) else {}
+        labels |= {family.rank: str(draw(st.integers(0, 2)))} if draw(st.booleans()) else {}
+        labels |= {copy: str(draw(st.integers(0, 2))) for copy in family.copies if draw(st.booleans())}
+        labels |= {part: draw(st.sampled_from(["", "5"])) for part in family.parts if draw(st.booleans())}
+        for label in (name.with_, name.without):
+            if label is not None:
+                labels[label[0]] = draw(st.sampled_from([label[1], "other"]))
+        escaped = ",".join(
+            '{}="{}"'.format(key, value.replace('"', '\\"'))
+            for key, value in draw(st.permutations(list(labels.items())))
+        )
+        lines.append(f"{family.prefix}{draw(st.sampled_from(':_'))}{name.name}{{{escaped}}} {draw(number)}")
+    draw(st.randoms()).shuffle(lines)
+    return ("\n".join(lines) + "\n").encode()
+
+
+@given(pages_of_families())
+def test_any_page_of_any_family_reads_as_the_reference_parser_reads_it(body: bytes) -> None:
+    """By the rows of the table, and nothing of one family is taken for another's."""
+    expected = oracle(body)
+    assert expected is not None
+    ours = parse_page(body)
+    assert set(ours.skipped) <= {"duplicate"}
+    if not ours.skipped:  # of two lines for one series the oracle takes the last, we the first
+        assert {field: getattr(ours, field) for field in FIELDS} == approximately(expected)
+        assert (ours.models, ours.ranks) == (expected.models, expected.ranks)
 
 
 # Addresses
@@ -721,6 +898,59 @@ async def test_a_gzip_bomb_is_refused_in_bounded_memory() -> None:
         finally:
             tracemalloc.stop()
     assert peak < 10_000_000
+
+
+LLAMA = (RECORDED / "llamacpp-pages" / "busy-0.prom").read_bytes()
+
+
+async def test_an_engine_that_answers_between_two_steps_is_waited_for() -> None:
+    """Known from its first page: after that a read outlives the deadline of others, and none is given up early."""
+    slow, requests = False, 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal requests
+        while True:
+            await request_of(reader)
+            requests += 1
+            if slow:
+                await asyncio.sleep(1.2)
+            writer.write(answer(LLAMA, headers="Process-Start-Time-Unix: 17001\r\n"))
+
+    async with reading(handler, deadline=1.0) as source:
+        assert not source.takes_its_time
+        assert (await source.read()).start_time == 17001
+        assert source.takes_its_time
+        slow = True
+        assert (await source.read()).running == 4
+    assert requests == 2
+
+
+async def test_an_engine_that_is_busy_when_we_come_gets_more_time_with_each_read() -> None:
+    """Nobody knows yet that it is one that waits: the deadline doubles until the first page tells the family."""
+    come = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        await come.wait()
+        writer.write(answer(BUSY))
+
+    async with reading(handler, deadline=0.1) as source:
+        for seconds in (0.1, 0.2, 0.4, 0.8):
+            with pytest.raises(SourceTimeout, match=f"no page within {seconds} s"):
+                await source.read()
+        come.set()
+        assert (await source.read()).family == "vllm"
+        come.clear()
+        assert not source.takes_its_time
+        with pytest.raises(SourceTimeout, match=r"no page within 0\.1 s"):
+            await source.read()
+
+
+@pytest.mark.parametrize("start", ["", "-1", "soon", "nan"])
+async def test_a_start_time_in_a_header_that_is_none_is_not_known(start: str) -> None:
+    """A header that is missing or no number tells nothing."""
+    async with reading(always(answer(LLAMA, headers=f"Process-Start-Time-Unix: {start}\r\n"))) as source:
+        assert (await source.read()).start_time is None
 
 
 async def test_an_engine_is_asked_one_thing_at_a_time() -> None:

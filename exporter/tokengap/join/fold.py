@@ -180,6 +180,9 @@ def _engine(
         open_flowing=flowing,
         limits=limits,
     )
+    says, stale = page, page is not None and page.requests > 0 and judgement.state == "idle"
+    if page is not None and stale:  # gauges that a mass abort froze: nobody waits, nothing runs
+        page = replace(page, running=0.0, waiting=0.0)
     fates, book = memory.fates, memory.ledger
     if seen is not None:
         book = ledger.take_back(book, seen.returned[seen.returned["engine"] == index])
@@ -241,11 +244,13 @@ def _engine(
         name=engine.name,
         url=engine.url,
         models=models,
+        family=judge.page.family if judge.page is not None else "",
         state=judgement.state,
         evidence=judgement.evidence,
         tokens=book.tokens,
-        running=page.running if page is not None else None,
-        waiting=waiting,
+        running=says.running if says is not None else None,
+        waiting=says.waiting if says is not None else None,
+        stale=stale,
         slots=slots,
         slots_from=slots_from,
         queue_age=age,

@@ -5,12 +5,16 @@
 
 What counts as *progress* between two pages, and what does not:
 
-* generation tokens, prompt tokens, steps *with* a growing token sum, preemptions, finished requests, KV-cache usage:
-  any change is progress.
+* generation tokens, prompt tokens, first tokens, steps *with* a growing token sum, preemptions, finished requests, KV-
+  cache usage, and what else a family of engines counts only while it computes (``work``): any change is progress.
 * Steps alone are not: a V0 engine at rest counts one every 10 s. Nor does their absence mean a hang: a chunked prefill
   shows none until its first token (vLLM issue 51261), only KV usage moves.
 * Bytes on a socket are not: vLLM 0.30 and newer send SSE keep-alive comments.
 * ``/health`` and ``/v1/models`` are never asked: both answer 200 while the core hangs (issues 42897, 45094).
+
+Families differ in what they show. An engine whose page moves only when a request *ends* is never called stuck: it shows
+the same while it computes a long answer. One that makes its page between two steps of its inference loop (llama.cpp) is
+silent for as long as a step lasts, which is work and no fault, and silent for ever when it hangs.
 
 What cannot be known: the ranks of one page are summed, so one that hangs hides behind others that work.
 """
@@ -28,8 +32,10 @@ from tokengap.view import EngineState
 _COUNTERS = (
     "generation_tokens",
     "prompt_tokens",
+    "first_tokens",
     "steps",
     "step_tokens",
+    "work",
     "preemptions",
     "finished",
     "finished_tokens",
@@ -37,7 +43,9 @@ _COUNTERS = (
 _PROGRESS = {
     "generation_tokens": "generation",
     "prompt_tokens": "prompt",
+    "first_tokens": "first tokens",
     "step_tokens": "step tokens",
+    "work": "work",
     "preemptions": "preemptions",
     "finished": "finished",
 }
@@ -70,7 +78,8 @@ class VerdictState:
     to begin with, whether what runs on the first page is taken to be so.
     ``began_at``: since when the counters are new, until their first progress; ``began_anew`` tells a new process from
     counters that were reset. ``left``: sets of counters that reads went over from; ``mixed_at``: when reads last came
-    back to one. ``refused`` and ``failing_at``: what happened since ``page``.
+    back to one. ``refused`` and ``failing_at``: what happened since ``page``. ``silent``: seconds since then in which
+    the page has not come and no stream carried a byte, counted as ``quiet`` is, and ``silent_at`` up to when.
     """
 
     page: EnginePage | None = None
@@ -85,6 +94,8 @@ class VerdictState:
     mixed_at: float | None = None
     refused: bool = False
     failing_at: float | None = None
+    silent: float = 0.0
+    silent_at: float | None = None
     restarts: int = 0
     restarted_at: tuple[float, ...] = ()
     ghost_steps: float = 0.0
@@ -119,6 +130,8 @@ class Facts:
     error: str
     refused: bool
     failing: float  # seconds since the first reading in a row that failed
+    behind: bool  # there is no page because the engine, which had work, makes it between two steps
+    silent: float  # as in VerdictState
     streams: int | None  # open streams towards the engine; None: the sockets do not tell
     flowing: bool  # any of them carried bytes just now
     moved: str  # what progressed since the page before, in words; empty: nothing did
@@ -130,6 +143,11 @@ class Facts:
     anew: bool
     mixed: bool  # several sets of counters answer, within two windows
     limits: Limits
+
+    @property
+    def live(self) -> bool:
+        """Something on the page moves while a request runs."""
+        return self.page is None or self.page.live
 
     @property
     def told(self) -> bool:
@@ -145,6 +163,11 @@ class Facts:
     def waiting(self) -> float:
         """Requests waiting, 0 where not told."""
         return (self.page.waiting if self.page else None) or 0.0
+
+    @property
+    def queued(self) -> float:
+        """Requests waiting for nothing but this engine."""
+        return self.waiting - ((self.page.deferred if self.page else None) or 0.0)
 
     @property
     def engine_has_work(self) -> bool:
@@ -167,9 +190,13 @@ class Facts:
 
         Either a running request has not shown its first token, or the engine does not know yet of the requests that
         its sockets show: its gauges lag by up to 18 s at a cold start (issue 49538), and before 0.10.2 were not set
-        during a chunked prefill.
+        during a chunked prefill. An engine that makes its page between two steps proves with each page that it steps;
+        llama.cpp prints its counters with six digits, so that large ones seem to stand still. And where all requests
+        wait for something else, such as KV blocks, their prompts are in the making on another node.
         """
-        return self.prefilling or (not self.engine_has_work and bool(self.streams))
+        steps = self.page is not None and self.page.between_steps
+        elsewhere = self.running == 0 and self.queued <= 0 < self.waiting
+        return self.prefilling or steps or elsewhere or (not self.engine_has_work and bool(self.streams))
 
     @property
     def quiet_until(self) -> str:
@@ -221,6 +248,15 @@ def _fails(facts: Facts) -> str:
     return f"{facts.error}{lasting}" + (", streams still carry bytes" if facts.flowing else "")
 
 
+def _behind(facts: Facts) -> str:
+    if facts.flowing:
+        return f"{facts.error}: its page waits for the step in progress; bytes flow"
+    budget = f"stuck from {facts.limits.prefill_budget:g} s"
+    return (
+        f"no page for {facts.silent:.1f} s, it waits for the step in progress ({budget}); had work, {_sockets(facts)}"
+    )
+
+
 def _rests(facts: Facts) -> str:
     known = "running 0, waiting 0" if facts.told else "running not shown"
     return known + ("" if facts.streams is None else f", {_sockets(facts)}")
@@ -240,7 +276,22 @@ TABLE: tuple[Row, ...] = (
         "an engine that ended (Fastllm-proxy 19); one that was never reached",
     ),
     Row(
-        "no usable page: timeout, 5xx, empty, not vLLM's",
+        "the page does not come, which the engine makes between two steps, with work in flight; bytes flow, or prefill "
+        "budget not spent",
+        lambda f: f.behind and (f.flowing or f.silent < f.limits.prefill_budget),
+        "busy",
+        _behind,
+        "llama.cpp in a long step",
+    ),
+    Row(
+        "the same, prefill budget spent without a byte",
+        lambda f: f.behind,
+        "stuck",
+        _behind,
+        "llama.cpp, hung",
+    ),
+    Row(
+        "no usable page: timeout, 5xx, empty, not an engine's",
         lambda f: f.page is None,
         "blind",
         _fails,
@@ -282,8 +333,8 @@ TABLE: tuple[Row, ...] = (
         "gauges frozen by a mass abort (22545, 29928)",
     ),
     Row(
-        "requests wait, none runs, no progress for two windows",
-        lambda f: f.waiting > 0 and f.running == 0 and f.quiet >= f.patience,
+        "requests wait for this engine alone, none runs, no progress for two windows",
+        lambda f: f.queued > 0 and f.running == 0 and f.quiet >= f.patience and f.live,
         "stuck",
         _stands,
         "waiting and never scheduled (39863)",
@@ -294,6 +345,20 @@ TABLE: tuple[Row, ...] = (
         "busy",
         lambda f: f"{_stands(f)}: a prompt may be in the making ({f.quiet_until})",
         "an engine that shows nothing during a long prompt (51261, V0)",
+    ),
+    Row(
+        "in flight, no progress for two windows on a page that moves only when a request ends; bytes flow",
+        lambda f: f.in_flight and f.quiet >= f.patience and not f.live and f.flowing,
+        "busy",
+        lambda f: f"{_stands(f)}: its page moves only when a request ends",
+        "TensorRT-LLM without iteration statistics",
+    ),
+    Row(
+        "the same, and no bytes flow",
+        lambda f: f.in_flight and f.quiet >= f.patience and not f.live,
+        "blind",
+        lambda f: f"{_stands(f)}: its page moves only when a request ends, which is no evidence of a hang",
+        "the same",
     ),
     Row(
         "in flight, no progress for two windows",
@@ -374,6 +439,7 @@ def _learn(
         # Without a start time only reads in a row can tell two backends from two lives of one.
         left = tuple(old for old in state.left if _identities(old.page, old.page))
         state = replace(state, failing_at=failing_at, refused=state.refused or reading.refused, left=left)
+        state = _count_silence(state, at, limits, silent=reading.late and not flowing)
     else:
         state, moved = _compare(state, page, reading.at, streams, limits)
     now = at if page is None else reading.at
@@ -382,6 +448,8 @@ def _learn(
         error=error,
         refused=reading.refused,
         failing=0.0 if state.failing_at is None else at - state.failing_at,
+        behind=reading.late and _is_behind(state, streams),
+        silent=state.silent,
         streams=streams,
         flowing=flowing,
         moved=moved,
@@ -394,6 +462,20 @@ def _learn(
         mixed=_within(state.mixed_at, now, WINDOWS * limits.window),
         limits=limits,
     )
+
+
+def _count_silence(state: VerdictState, at: float, limits: Limits, *, silent: bool) -> VerdictState:
+    """Note for how long the page has not come and nothing else was heard; a suspended host makes one pause."""
+    if not silent:
+        return replace(state, silent=0.0, silent_at=None)
+    since = at if state.silent_at is None else state.silent_at
+    return replace(state, silent=state.silent + min(max(0.0, at - since), limits.window), silent_at=at)
+
+
+def _is_behind(state: VerdictState, streams: int | None) -> bool:
+    """Tell whether the page may be waiting for a step of the engine: it makes it so, and has or had work."""
+    made_between_steps = state.page is not None and state.page.between_steps
+    return made_between_steps and (state.in_flight or bool(streams))
 
 
 def _compare(
@@ -424,6 +506,8 @@ def _compare(
         began_at=None if moved or expired else state.began_at,
         refused=False,
         failing_at=None,
+        silent=0.0,
+        silent_at=None,
         ghost_steps=state.ghost_steps + ghosts,
         ghost_at=at if ghosts else state.ghost_at,
     ), moved
@@ -513,17 +597,18 @@ def _ghost_steps(last: EnginePage, page: EnginePage, streams: int | None) -> flo
 def _may_prefill(before: bool, last: EnginePage | None, page: EnginePage) -> bool:
     """Tell whether a running request may be without its first token.
 
-    vLLM adds a prompt to ``prompt_tokens`` when its first token comes, so a start (``finished + running`` rose) that no
-    growth of it followed is a prefill. Where both came between the same two reads the prompt is taken to be the
-    started one's. An engine that has made no token since it began, and runs something, is in its first prefill.
+    vLLM adds a prompt to ``prompt_tokens`` when its first token comes, others count first tokens; so a start
+    (``finished + running`` rose) that no growth of these followed is a prefill. Where both came between the same two
+    reads the prompt is taken to be the started one's. An engine that has made no token since it began, and runs
+    something, is in its first prefill.
     """
     if not page.running:
         return False
-    if not page.generation_tokens and not page.prompt_tokens:
+    if not (page.generation_tokens or page.prompt_tokens or page.first_tokens):
         return True
     if last is None:
         return before
-    if (_delta(page, last, "prompt_tokens") or 0.0) > 0:
+    if any((_delta(page, last, name) or 0.0) > 0 for name in ("prompt_tokens", "first_tokens")):
         return False
     return before or (_delta(page, last, "finished") or 0.0) + page.running - (last.running or 0.0) > 0
 

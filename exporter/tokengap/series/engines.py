@@ -105,10 +105,10 @@ COVERAGE = Series(
 ENGINE_INFO = Series(
     name="tokengap_engine_info",
     kind="gauge",
-    help="Always 1: where the engine's page is read (without credentials) and which models it names. Join on engine to "
-    "put these labels on other series.",
-    labels=("engine", "url", "model"),
-    read=lambda view: (Sample((e.name, public_url(e.url), ",".join(e.models)), 1.0) for e in view.engines),
+    help="Always 1: where the engine's page is read (without credentials), which models it names, and which family of "
+    "engines it is of. Join on engine to put these labels on other series.",
+    labels=("engine", "url", "model", "family"),
+    read=lambda view: (Sample((e.name, public_url(e.url), ",".join(e.models), e.family), 1.0) for e in view.engines),
 )
 
 LINES_SKIPPED = Series(

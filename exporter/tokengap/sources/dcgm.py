@@ -429,7 +429,8 @@ class DcgmPage:
         max_bytes: int = 2 * 2**20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source = MetricsPage(page_url(url), session, deadline=deadline, max_bytes=max_bytes)
+        self._source = MetricsPage(page_url(url), session, max_bytes=max_bytes)
+        self._deadline = deadline
         self._clock = clock
         self._lines: list[str] | None = None
         self._page: _Page | None = None
@@ -439,7 +440,7 @@ class DcgmPage:
 
     async def read(self) -> GpuSnapshot:
         """Fetch and read the page. Raises a SourceError."""
-        body = await self._source.fetch()
+        body = (await self._source.fetch(self._deadline)).body
         lines, warnings = _lines(body)
         if lines != self._lines:  # most pages are those of the read before; to parse one costs 50 us a line
             page = _parse(lines, warnings)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -12,28 +14,35 @@ from tokengap.errors import SourceError, SourceRefused, SourceTimeout, SourceUnu
 _NOBODY = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A page, and the headers it came with."""
+
+    body: bytes
+    headers: Mapping[str, str]
+
+
 class MetricsPage:
     """A page of metrics in the Prometheus text format, at one address.
 
-    ``deadline`` (seconds) is for the whole page, ``max_bytes`` for the page after decompression. The session is the
-    caller's; with aiohttp 3.14 it decompresses piecewise, so a compressed page that grows without end stops at the
-    limit as well. Requests that overlap wait for each other, each within its own deadline.
+    ``max_bytes`` is for the page after decompression. The session is the caller's; with aiohttp 3.14 it decompresses
+    piecewise, so a compressed page that grows without end stops at the limit as well. Requests that overlap wait for
+    each other, each within its own deadline.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, *, deadline: float, max_bytes: int) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, max_bytes: int) -> None:
         self._url = url
         self._session = session
-        self._deadline = deadline
         self._max_bytes = max_bytes
         self._one_at_a_time = asyncio.Lock()
 
-    async def fetch(self) -> bytes:
-        """Return the page. Raises a SourceError."""
+    async def fetch(self, deadline: float) -> Answer:
+        """Return the page, the whole of it within ``deadline`` seconds. Raises a SourceError."""
         try:
-            async with asyncio.timeout(self._deadline), self._one_at_a_time:
+            async with asyncio.timeout(deadline), self._one_at_a_time:
                 return await self._get()
         except TimeoutError:
-            raise SourceTimeout(f"no page within {self._deadline:g} s") from None
+            raise SourceTimeout(f"no page within {deadline:g} s") from None
         except aiohttp.ClientConnectorDNSError as error:
             raise SourceError(f"{error.host} does not resolve") from None
         except aiohttp.ClientConnectorError as error:
@@ -43,7 +52,7 @@ class MetricsPage:
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: a redirect to no address
             raise SourceUnusable(f"the answer is broken: {_one_line(error)}") from None
 
-    async def _get(self) -> bytes:
+    async def _get(self) -> Answer:
         # Plain text, or a page in OpenMetrics may show `vllm_` for `vllm:` and cost more to make.
         headers = {"Accept": "text/plain;version=0.0.4", "Accept-Encoding": "gzip"}
         async with self._session.get(self._url, headers=headers) as response:
@@ -55,7 +64,7 @@ class MetricsPage:
                 if len(page) > self._max_bytes:
                     response.close()
                     raise SourceUnusable(f"the page is larger than {self._max_bytes} bytes")
-            return bytes(page)
+            return Answer(bytes(page), response.headers)
 
 
 def _refused(error: OSError) -> bool:
