@@ -20,6 +20,7 @@ from tokengap.doctor import (
     Listeners,
     Program,
     about_engine,
+    about_gpus,
     about_hop,
     about_selection,
     about_slots,
@@ -28,14 +29,17 @@ from tokengap.doctor import (
     effective_capabilities,
     examine,
     healthy,
+    look_at_gpus,
     print_findings,
 )
 from tokengap.errors import SourceRefused, SourceTimeout, SourceUnusable
+from tokengap.gpu_readings import Gpu, GpuProcess, GpuSnapshot
 from tokengap.lab.batching import Knobs
 from tokengap.lab.engine import engine_part
 from tokengap.lab.parts import LOOPBACK, free_ports, running
 from tokengap.lab.proxies import PROXIES, Wiring
-from tokengap.readings import LISTEN, EnginePage
+from tokengap.readings import LISTEN, EnginePage, ProcessTable
+from tokengap.sources.gpu import NvmlReader
 from tokengap.sources.host import Row
 from tokengap.sources.sockets import SocketAccess, probe
 from tokengap.topology import Endpoint, Engine, Hop, Topology
@@ -164,6 +168,40 @@ def test_only_what_is_in_order_goes_without_advice():
     """A finding that tells a person no next step is a bug."""
     with pytest.raises(AssertionError, match="no advice about x"):
         Finding("x", "note", "y")
+
+
+GPU = Gpu("GPU-aaaa", 0, 1.0, name="NVIDIA H100 80GB HBM3", processes=(GpuProcess(501),))
+LOST = Gpu("", 1, 1.0, up=False, reason="lost")
+READ = GpuSnapshot("ok", driver="590.48.01", gpus=(GPU,))
+
+
+@pytest.mark.parametrize(
+    ("answer", "pids", "levels", "says"),
+    [
+        (None, (), [], ""),
+        (GpuSnapshot("library_not_found"), (), ["ok"], "none: no NVIDIA driver here (library_not_found)"),
+        (GpuSnapshot("version_mismatch", "init"), (), ["attention"], "none can be read (version_mismatch): init"),
+        (GpuSnapshot("no_gpus"), (), ["attention"], "none can be read (no_gpus)"),
+        (SourceRefused("connection refused"), (), ["attention"], "connection refused"),
+        (READ, (501,), ["ok", "ok"], "1 read by nvml: NVIDIA H100 80GB HBM3, driver 590.48.01"),
+        (READ, (9,), ["ok", "note"], "not known: no process of it is seen on a GPU"),
+        (replace(READ, gpus=(GPU, LOST)), (501,), ["attention", "ok", "ok"], "lost: 1 (UUID not known): lost"),
+    ],
+)
+def test_gpus(answer, pids, levels, says):
+    """No driver is a normal state; what cannot be read needs somebody, and so does one that is lost. An engine whose
+    GPUs are not known is worth a note."""
+    findings = list(about_gpus(answer, Topology((ENGINE,)), ProcessTable(families={"worker": frozenset(pids)})))
+    assert [finding.level for finding in findings] == levels
+    assert says in " | ".join(finding.found for finding in findings)
+
+
+async def test_without_a_driver_gpus_are_looked_for_and_not_missed():
+    """The real reader on this host: an answer within seconds, and nothing that needs attention."""
+    async with NvmlReader() as gpus:
+        answer = await look_at_gpus(gpus)
+    assert answer.reason != "starting"
+    assert [f.level for f in about_gpus(answer, Topology(), ProcessTable())] == ["ok"]
 
 
 # --- shown ----------------------------------------------------------------------------------------------------------

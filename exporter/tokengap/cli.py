@@ -81,7 +81,7 @@ def main() -> None:
 STOP_WITHIN = 5.0
 
 #: What to watch; the other settings are about how.
-SELECTION = ("engines", "hops", "auto", "slots")
+SELECTION = ("engines", "hops", "auto", "slots", "gpu", "dcgm")
 
 
 def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -155,8 +155,11 @@ def doctor(as_json: bool, config: Path | None, **flags: Any) -> None:
 
 
 async def _examine(settings: Settings) -> Any:
-    from tokengap.doctor import examine
-    from tokengap.serve import look
+    import aiohttp
+
+    from tokengap.doctor import PATIENCE, examine
+    from tokengap.serve import gpus, look
 
     watched, found = await look(settings)
-    return await examine(watched, auto=found)
+    async with aiohttp.ClientSession() as session, gpus(settings, session, PATIENCE) as gpu:
+        return await examine(watched, auto=found, gpu=gpu)

@@ -24,8 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tokengap import __version__
-from tokengap.beat import deadline
+from tokengap.beat import GpuSource, deadline
 from tokengap.errors import SourceError, SourceRefused, SourceTimeout
+from tokengap.gpu_readings import ABSENT, GpuReason, GpuSnapshot
+from tokengap.join.gpus import engines_of
 from tokengap.readings import LISTEN, EnginePage, ProcessTable
 from tokengap.sources.commandlines import proxy_program
 from tokengap.sources.engine import EngineSource, metrics_url
@@ -74,17 +76,19 @@ class Finding:
         assert self.level == "ok" or self.advice, f"no advice about {self.subject}"
 
 
-async def examine(watched: Topology, *, auto: Discovery | None = None) -> list[Finding]:
+async def examine(watched: Topology, *, auto: Discovery | None = None, gpu: GpuSource | None = None) -> list[Finding]:
     """Look at this host and at what is to be watched; ``auto`` is what was found on it. Takes seconds at most."""
     async with aiohttp.ClientSession() as session:
-        access, listeners, processes, answers = await asyncio.gather(
+        access, listeners, processes, gpus, answers = await asyncio.gather(
             asyncio.to_thread(probe),
             asyncio.to_thread(look_at_listeners, watched.hops),
             _or_error(Processes().read(watched, frozenset())),
+            look_at_gpus(gpu),
             asyncio.gather(*(ask(engine, session) for engine in watched.engines)),
         )
     capabilities = effective_capabilities()
-    slots = processes.slots if isinstance(processes, ProcessTable) else {}
+    table = processes if isinstance(processes, ProcessTable) else ProcessTable()
+    slots = table.slots
     return [
         about_versions(access.kernel),
         *about_sockets(access, capabilities),
@@ -99,6 +103,7 @@ async def examine(watched: Topology, *, auto: Discovery | None = None) -> list[F
             )
         ),
         *(finding for hop in watched.hops for finding in about_hop(hop, listeners, capabilities)),
+        *about_gpus(gpus, watched, table),
     ]
 
 
@@ -274,6 +279,60 @@ def about_slots(engine: Engine, on_command_line: int | None) -> Finding:
         return Finding(subject, "ok", f"{on_command_line}, by its command line")
     found = "not known: no page of vLLM tells, nor a command line that can be read from here"
     return Finding(subject, "note", found, "tell its max_num_seqs with --slots; else the most ever seen running counts")
+
+
+# --- GPUs -----------------------------------------------------------------------------------------------------------
+
+#: What to do where GPUs cannot be read and it is no normal state; docs/gpu.md has more.
+_GPU_ADVICE: Final[Mapping[GpuReason, str]] = {
+    "version_mismatch": "reboot, or unload and load the driver's modules: it was upgraded and runs in its old version",
+    "no_permission": "let this user open /dev/nvidia*, or run as root",
+    "no_gpus": "start the container anew: its devices are gone, often after systemctl daemon-reload",
+    "wrong_binding": "install nvidia-ml-py, and remove the package that took its place",
+    "hung": "run nvidia-smi on the host: if it hangs too, this GPU needs a reset or the host a reboot",
+    "crashed": "run nvidia-smi on the host: a GPU is probably lost",
+}
+
+
+async def look_at_gpus(source: GpuSource | None) -> GpuSnapshot | SourceError | None:
+    """Return what is told of the GPUs, once there is an answer; None where they are not asked for."""
+    until = time.monotonic() + PATIENCE
+    while source is not None:
+        answer = await _or_error(source.read())
+        if isinstance(answer, SourceError) or answer.reason != "starting" or time.monotonic() >= until:
+            return answer
+        await asyncio.sleep(0.05)
+    return None
+
+
+def about_gpus(answer: GpuSnapshot | SourceError | None, watched: Topology, table: ProcessTable) -> Iterator[Finding]:
+    """Say whether GPUs are read, and on which of them each engine computes."""
+    if answer is None:
+        return
+    if isinstance(answer, SourceError):
+        yield Finding("gpus", "attention", str(answer), "correct --dcgm, or start the dcgm-exporter")
+        return
+    if answer.reason != "ok":
+        told = f"none can be read ({answer.reason}): {answer.detail}"
+        if answer.reason in ABSENT:
+            yield Finding("gpus", "ok", f"none: no NVIDIA driver here ({answer.reason})")
+        else:
+            yield Finding("gpus", "attention", told, _GPU_ADVICE.get(answer.reason, "see docs/gpu.md"))
+        return
+    whole = [gpu for gpu in answer.gpus if not gpu.parent]
+    lost = [f"{gpu.index} ({gpu.uuid or 'UUID not known'}): {gpu.reason}" for gpu in whole if not gpu.up]
+    if lost:
+        yield Finding("gpus", "attention", f"lost: {', '.join(lost)}", "see docs/gpu.md; its engine may hang")
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in whole if gpu.up))
+    yield Finding("gpus", "ok", f"{len(whole) - len(lost)} read by {answer.way}: {names}, driver {answer.driver}")
+    for engine in watched.engines:
+        mine = [gpu.uuid for gpu in answer.gpus if engine.name in engines_of(gpu, watched, table.families)[0]]
+        if mine:
+            yield Finding(f"gpus of {engine.name}", "ok", ", ".join(mine))
+        else:
+            found = "not known: no process of it is seen on a GPU, so what its orphans cost is not known"
+            advice = "name them by UUID (gpus, in the file of settings), or let this see the host's processes"
+            yield Finding(f"gpus of {engine.name}", "note", found, advice)
 
 
 # --- hops -----------------------------------------------------------------------------------------------------------

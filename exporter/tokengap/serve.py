@@ -61,11 +61,7 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
             connector = aiohttp.TCPConnector(limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             within = deadline(settings.interval)
-            gpu: GpuSource | None = None
-            if settings.dcgm is not None:
-                gpu = DcgmPage(settings.dcgm, session, deadline=within)
-            elif settings.gpu:
-                gpu = await stack.enter_async_context(NvmlReader(interval=max(settings.interval, GPU_INTERVAL)))
+            gpu = await stack.enter_async_context(gpus(settings, session, within))
             sources = Sources(
                 sockets=sockets,
                 engines={engine.name: EngineSource(engine, session, deadline=within) for engine in watched.engines},
@@ -85,6 +81,19 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     finally:
         sockets.close()
         await server.stop()
+
+
+@asynccontextmanager
+async def gpus(settings: Settings, session: aiohttp.ClientSession, within: float) -> AsyncIterator[GpuSource | None]:
+    """Give what GPUs are read from while the block lasts, None where they are not to be. ``within``: seconds a page may
+    take."""
+    if settings.dcgm is not None:
+        yield DcgmPage(settings.dcgm, session, deadline=within)
+    elif settings.gpu:
+        async with NvmlReader(interval=max(settings.interval, GPU_INTERVAL)) as reader:
+            yield reader
+    else:
+        yield None
 
 
 def _end_with(beat: asyncio.Task[None]) -> None:

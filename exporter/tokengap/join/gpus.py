@@ -176,13 +176,19 @@ def _view(memory: GpuMemory, row: Gpu | None, others: int | None = None) -> GpuV
 
 
 def _joined(memory: GpuMemory, row: Gpu, topology: Topology, families: Mapping[str, frozenset[int]]) -> GpuMemory:
-    """Find the engines of a GPU: those that settings name it for, and, of the others, those whose processes it shows.
-
-    Of a GPU in MIG mode only its instances are an engine's. A list of processes that is not told this once changes
-    nothing.
-    """
+    """Find the engines of a GPU. A list of processes that is not told this once changes nothing."""
     if row.processes is None and memory.by == "processes":
         return memory
+    engines, by = engines_of(row, topology, families)
+    return replace(memory, engines=engines, by=by)
+
+
+def engines_of(
+    row: Gpu, topology: Topology, families: Mapping[str, frozenset[int]]
+) -> tuple[tuple[str, ...], JoinedBy | None]:
+    """Return the engines that settings name a GPU for, and, of the others, those whose processes it shows; and how it
+    is known. Of a GPU in MIG mode only its instances are an engine's.
+    """
     configured = [engine.name for engine in topology.engines if row.uuid in engine.gpus]
     pids = {process.pid for process in row.processes or ()}
     seen = [
@@ -190,8 +196,7 @@ def _joined(memory: GpuMemory, row: Gpu, topology: Topology, families: Mapping[s
         for engine in topology.engines
         if not engine.gpus and not row.mig and pids & families.get(engine.name, frozenset())
     ]
-    by: JoinedBy | None = "settings" if configured else "processes" if seen else None
-    return replace(memory, engines=(*configured, *seen), by=by)
+    return (*configured, *seen), "settings" if configured else "processes" if seen else None
 
 
 def _others(row: Gpu, families: Mapping[str, frozenset[int]]) -> int | None:
