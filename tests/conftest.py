@@ -1,9 +1,28 @@
-"""What every test runs under."""
+"""What every test runs under, and NVIDIA's library for those of the GPUs, as our own stand-in for it."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+from tokengap.lab.nvml.fake import FakeNvml, compile_library
+from tokengap.lab.nvml.profiles import H100
 
 # The same examples every time, and no limit in milliseconds on one of them: `make test` leaves nothing to luck, and a
 # CI machine may stall. `make test-long` looks for new examples, many more of them.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def nvml(nvml_library: Path, tmp_path: Path) -> FakeNvml:
+    """A host with one H100, until the test says otherwise."""
+    fake = FakeNvml(nvml_library, tmp_path / "nvml.control")
+    fake.set(H100)
+    return fake

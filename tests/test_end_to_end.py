@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -54,7 +55,7 @@ class Exporter:
             for sample in family.samples
         }
         for key, value in self.last.items():
-            if key[0] in COUNTERS:
+            if key in now or not key[0].startswith("tokengap_gpu_"):  # what a GPU counts goes with it
                 assert now.get(key, -1.0) >= value, f"{key} fell from {value} to {now.get(key)}"
         self.last |= {key: value for key, value in now.items() if key[0] in COUNTERS}
         return now
@@ -89,6 +90,7 @@ class Watched:
     edge: RunningPart
     edge_port: int
     exporter: Exporter
+    exporter_pid: int
 
     @asynccontextmanager
     async def crowd(self, count: int, **plan) -> AsyncIterator[list[asyncio.Task]]:
@@ -102,26 +104,37 @@ class Watched:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def serve_part(port: int, *arguments: str) -> Part:
-    command = (sys.executable, "-m", "tokengap", "serve", "--listen", f"{LOOPBACK}:{port}", *arguments)
+def serve_part(port: int, *arguments: str, variables: Mapping[str, str] | None = None) -> Part:
+    named = tuple(f"{name}={value}" for name, value in (variables or {}).items())
+    command = ("env", *named, sys.executable, "-m", "tokengap", "serve", "--listen", f"{LOOPBACK}:{port}", *arguments)
     return Part("exporter", command, (port,))
 
 
 @asynccontextmanager
-async def watched(directory: Path, knobs: Knobs, *more: str) -> AsyncIterator[Watched]:
-    """Run an engine, the leaking gateway and the exporter on them."""
+async def watched(
+    directory: Path,
+    knobs: Knobs,
+    *more: str,
+    variables: Mapping[str, str] | None = None,
+    gpus: Sequence[str] = (),
+) -> AsyncIterator[Watched]:
+    """Run an engine, the leaking gateway and the exporter on them, the exporter with further variables. ``gpus`` are
+    the engine's by its settings."""
     edge, engine, exporter = free_ports(3)
-    arguments = ("--engine", f"worker=http://{LOOPBACK}:{engine}", "--hop", f"edge={LOOPBACK}:{edge}", *more)
+    url, settings = f"http://{LOOPBACK}:{engine}", directory / "tokengap.yaml"
+    settings.write_text(yaml.safe_dump({"engines": [{"name": "worker", "url": url, "gpus": list(gpus)}]}))
+    arguments = ("--config", str(settings), "--hop", f"edge={LOOPBACK}:{edge}", *more)
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as session:
         one = await stack.enter_async_context(running(engine_part(engine, knobs), directory))
         two = await stack.enter_async_context(running(gateway_part(edge, engine, leak=True), directory))
-        await stack.enter_async_context(running(serve_part(exporter, *arguments), directory))
+        part = serve_part(exporter, *arguments, variables=variables)
+        three = await stack.enter_async_context(running(part, directory))
         watch = Exporter(f"http://{LOOPBACK}:{exporter}", session)
         deadline = time.monotonic() + 15
         while (await session.get(f"{watch.url}/-/ready")).status != 200:
             assert time.monotonic() < deadline, "the exporter is not ready"
             await asyncio.sleep(0.1)
-        yield Watched(one, two, edge, watch)
+        yield Watched(one, two, edge, watch, three.pid)
 
 
 async def test_the_engine_dies_and_comes_back(tmp_path: Path):
