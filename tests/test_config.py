@@ -542,7 +542,7 @@ def tables() -> str:
     """Return the tables of all settings as the documentation shows them."""
     lines = ["| file | flag | variable | default | meaning |", "| --- | --- | --- | --- | --- |"]
     for setting in SETTINGS:
-        metavar = f" {setting.metavar}" if setting.metavar else ""
+        metavar = f" {setting.metavar}".replace("|", "\\|") if setting.metavar else ""
         flags = "<br>".join(f"`{flag}{metavar}`" for flag in setting.flags)
         lines.append(
             f"| `{setting.key}` | {flags} | `{setting.variable}` | `{setting.default}` | {setting.shape.meaning} |"

@@ -76,7 +76,7 @@ def main() -> None:
 STOP_WITHIN = 5.0
 
 #: What to watch; the other settings are about how.
-SELECTION = ("engines", "hops", "auto", "slots")
+SELECTION = ("engines", "hops", "auto", "slots", "netns")
 
 
 def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -154,4 +154,4 @@ async def _examine(settings: Settings) -> Any:
     from tokengap.serve import look
 
     watched, found = await look(settings)
-    return await examine(watched, auto=found)
+    return await examine(watched, auto=found, netns=tuple(map(str, settings.netns)))

@@ -49,20 +49,23 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     serving = Serving(telemetry_path=settings.telemetry_path, show_addresses=settings.show_addresses)
     server = Server(make_app(serving))
     await server.start(*parse_listen(settings.listen))
-    sockets = Sockets(events=settings.events)
+    netns = tuple(map(str, settings.netns))
+    sockets = Sockets(events=settings.events, netns=netns)
     try:
         async with aiohttp.ClientSession() as session:
             within = deadline(settings.interval)
             sources = Sources(
                 sockets=sockets,
                 engines={engine.name: EngineSource(engine, session, deadline=within) for engine in watched.engines},
-                processes=Processes(),
+                processes=Processes(netns=netns),
             )
             beat = asyncio.create_task(
                 Beat(watched, sources, tokengap.join, serving.render_and_publish).run(), name="beat"
             )
             beat.add_done_callback(_end_with)
             log.info("sockets are read", extra={"way": sockets.describe()})
+            if limits := sockets.limits():
+                log.warning(limits)
             try:
                 yield server, serving
             finally:

@@ -136,7 +136,7 @@ def advance(
     both = np.concatenate([snapshot.open, snapshot.closed, nobody()])
     order = np.argsort(both["cookie"], kind="stable")
     both, ended = both[order], order >= len(snapshot.open)
-    side = sides(both, topology)
+    side = sides(both, topology, snapshot.namespaces)
     now = follow(state.track, both, ended, (side.down >= 0) | (side.engine_side >= 0), at)
 
     seg, foreign, edges = _hear_owners(state, owners, now)
@@ -354,6 +354,7 @@ def _born(
         base = answer
     born["id"] = state.next_id + np.arange(len(at_rows))
     born["carrier"] = rows["cookie"][at_rows]
+    born["netns"] = rows["netns"][at_rows]
     born["far_end"] = connection_keys(rows[at_rows], reverse=True)
     direct = carriers.direct[at_rows]
     born["down"] = np.where(direct, born["carrier"], 0)
