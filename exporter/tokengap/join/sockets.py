@@ -254,3 +254,17 @@ def connection_keys(table: SocketTable, *, reverse: bool = False) -> NDArray[np.
             loops = _loopback(table, "src") | _loopback(table, "dst") | _to_itself(table)
             key ^= np.where(loops, table["netns"], 0).astype(np.uint64) * _MIX
     return key
+
+
+def caller_keys(table: SocketTable, end: str, called: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """Return a number for who called which engine: the calling end (``src`` or ``dst`` of the row) and the engine.
+
+    Where the address that was called is translated on the way (a service, a published port) this is what both ends of
+    a connection still agree on.
+    """
+    key = called.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        for column in (f"{end}_hi", f"{end}_lo", "sport" if end == "src" else "dport"):
+            key = (key ^ table[column].astype(np.uint64)) * _MIX
+            key ^= key >> np.uint64(29)
+    return key

@@ -32,7 +32,7 @@ from tokengap.join.segments import (
     body,
     stays,
 )
-from tokengap.join.sockets import Sides, Tracked, ages, connection_keys, follow, locate, nobody, sides
+from tokengap.join.sockets import Sides, Tracked, ages, caller_keys, connection_keys, follow, locate, nobody, sides
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot
 from tokengap.topology import Topology
 
@@ -233,6 +233,9 @@ def _carriers(
     if direct.any() and upstream.any():
         followed = np.sort(connection_keys(rows[upstream], reverse=True))
         direct[direct] = locate(followed, connection_keys(rows[direct])) < 0
+        if rows["netns"].any():  # between namespaces addresses may be translated
+            followed = np.sort(caller_keys(rows[upstream], "src", side.to_engine[upstream]))
+            direct[direct] = locate(followed, caller_keys(rows[direct], "dst", side.engine_side[direct])) < 0
 
     d_question = np.where(direct, now.d_received, now.d_sent)
     d_answer = np.where(direct, now.d_written, now.d_received)

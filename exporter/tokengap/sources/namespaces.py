@@ -100,6 +100,8 @@ def _join(path: str, key: Key) -> None:
             raise FileNotFoundError(errno.ENOENT, "another namespace has its place")
         if libc.setns(fd, _CLONE_NEWNET):
             number = ctypes.get_errno()
+            if number == errno.EINVAL:
+                raise OSError(errno.EOPNOTSUPP, "not a network namespace")
             raise OSError(number, _NOT_PERMITTED if number == errno.EPERM else os.strerror(number))
     finally:
         os.close(fd)
