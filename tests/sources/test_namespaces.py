@@ -19,6 +19,7 @@ import netns
 import tokengap
 from netns import Host, Space
 from tokengap.errors import SourceUnusable
+from tokengap.lab.parts import free_port
 from tokengap.readings import ESTABLISHED, UNKNOWN, SocketSnapshot, as_ipv6
 from tokengap.sources import elsewhere
 from tokengap.sources.elsewhere import Elsewhere, Place
@@ -28,7 +29,7 @@ from tokengap.sources.sock_diag import Dumper
 from tokengap.sources.sockets import Sockets
 from tokengap.topology import Endpoint, Engine, Hop, Topology
 
-PORT = 8080
+PORT = free_port()  # and not one that somebody uses in a namespace that `all` finds
 PORTS = frozenset({PORT})
 
 
@@ -165,7 +166,7 @@ def test_the_filter_in_the_kernel_is_that_of_each_namespace(host: Host) -> None:
     """Other ports of a namespace are left out."""
     space = host.space()
     with pairs(space, PORT + 1, (40001,)), pairs(space, PORT, (40002,)), reading(space.path) as read:
-        assert sorted(read().open["sport"]) == [PORT, 40002]
+        assert sorted(read().open["sport"]) == sorted([PORT, 40002])
 
 
 def test_all_reads_where_somebody_listens_and_finds_what_comes_later(host: Host) -> None:
@@ -175,10 +176,10 @@ def test_all_reads_where_somebody_listens_and_finds_what_comes_later(host: Host)
         watched = {one.number for one in read().namespaces}
         with pairs(first, PORT, (40001,)):
             (number,) = {one.number for one in read().namespaces} - watched
-            assert sorted(read().open["sport"]) == [PORT, 40001]
+            assert sorted(read().open["sport"]) == sorted([PORT, 40001])
             later = host.space()
             with pairs(later, PORT, (40001,)):
-                assert sorted(read().open["sport"]) == [PORT, PORT, 40001, 40001]
+                assert sorted(read().open["sport"]) == sorted([PORT, PORT, 40001, 40001])
                 assert len({one.number for one in read().namespaces} - watched - {number}) == 1
 
 
@@ -298,8 +299,8 @@ NEEDS = "entering other network namespaces needs CAP_SYS_ADMIN"
 UNPRIVILEGED = """
 import sys
 from tokengap.sources.sockets import Sockets
-source = Sockets(netns=sys.argv[1:])
-snapshot = source.snapshot(frozenset({8080}), frozenset({8080}))
+source, port = Sockets(netns=sys.argv[2:]), int(sys.argv[1])
+snapshot = source.snapshot(frozenset({port}), frozenset({port}))
 print(source.limits())
 print(source.describe())
 print(snapshot.way, snapshot.events, sorted(map(int, snapshot.open["netns"])), sorted(map(int, snapshot.open["sport"])))
@@ -315,7 +316,7 @@ def unprivileged(*wanted: object) -> list[str]:
     ran = subprocess.run(
         [
             *(setpriv, "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"),
-            *(sys.executable, "-c", UNPRIVILEGED, *map(str, wanted)),
+            *(sys.executable, "-c", UNPRIVILEGED, str(PORT), *map(str, wanted)),
         ],
         capture_output=True,
         text=True,
@@ -335,7 +336,7 @@ def test_without_privilege_states_are_read_and_one_line_says_so(host: Host, ever
     assert said == [
         f"netns: {NEEDS}; states and queues of their sockets are read from /proc/PID/net, no bytes",
         "sock_diag, destroy events on",
-        f"proc False [1, 1] [{PORT}, 40001]",
+        f"proc False [1, 1] {sorted((PORT, 40001))}",
         f"[{UNKNOWN}] ()",
     ]
 
