@@ -177,7 +177,7 @@ async def test_pods_with_equal_addresses_and_ports_are_not_mixed(host: Host, tmp
     included: the tokens of those who left are orphaned at the engine of their pod, and none at the other's."""
     pods = {"a": host.space(), "b": host.space()}
     for pod in pods.values():
-        pod.run(lambda: Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40049"))
+        pod.run(lambda: Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("20000 20049"))
     async with AsyncExitStack() as stack:
         for pod in pods.values():
             await stack.enter_async_context(inside(pod, an_engine(), pod.address, tmp_path))
@@ -285,3 +285,26 @@ async def test_the_doctor_names_a_proxy_that_nobody_looks_at(host: Host, tmp_pat
     ran = await tokengap("doctor", "--netns", "/run/netns/no-such", "--json")
     (missing,) = (one for one in ran.json["findings"] if one["found"].startswith("/run/netns/no-such"))
     assert (missing["level"], missing["found"]) == ("attention", "/run/netns/no-such: no such file, or not for us")
+
+
+async def test_without_destroy_events_the_gap_is_within_a_beat_of_each_user(host: Host, tmp_path: Path) -> None:
+    """``--no-events``: the page says that up to one beat of each socket that ended is missed, and no more is."""
+    space = host.space()
+    port = free_port()
+    async with (
+        inside(None, an_engine(port), LOOPBACK, tmp_path),
+        inside(space, a_gateway(f"http://{host.address}:{port}"), space.address, tmp_path),
+        exporter(
+            tmp_path,
+            *("--engine", f"worker=http://{LOOPBACK}:{port}", "--hop", f"edge=:{EDGE}"),
+            *("--netns", space.path, "--no-events"),
+        ) as watch,
+    ):
+        outcomes = await visit(6, 2, space.address, max_tokens=200, leave_at=1.0)
+        page = await watch.until(over)
+    useful, beat = sum(outcome.tokens for outcome in outcomes), 50
+    assert total(page, ACCOUNTING_MODE, mode="beat") == 1
+    assert total(page, TOKENS_OUT) == 6 * 200
+    assert total(page, TOKENS_USEFUL) == pytest.approx(useful, abs=6 * beat)
+    assert total(page, TOKENS_ORPHANED, hop="edge") == pytest.approx(6 * 200 - useful, abs=6 * beat)
+    assert balanced(page)

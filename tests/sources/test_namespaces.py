@@ -141,7 +141,7 @@ def test_equal_connections_of_two_namespaces_are_told_apart(host: Host) -> None:
     and its end."""
     spaces = [host.space(address=False), host.space(address=False)]
     with contextlib.ExitStack() as opened:
-        ends = [opened.enter_context(pairs(space, PORT, (40001,)))[0] for space in spaces]
+        ends = [opened.enter_context(pairs(space, PORT, (20001,)))[0] for space in spaces]
         read = opened.enter_context(reading(*(space.path for space in spaces)))
         for number, (client, served) in enumerate(ends, 1):
             client.sendall(b"q" * number)
@@ -149,7 +149,7 @@ def test_equal_connections_of_two_namespaces_are_told_apart(host: Host) -> None:
         snapshot = until(read, lambda s: sorted(s.open["bytes_received"]) == [0, 0, 1, 2])
         assert (snapshot.way, snapshot.events, snapshot.unread) == ("sock_diag", True, ())
         assert len(set(snapshot.open["cookie"])) == 4
-        assert set(zip(snapshot.open["sport"], snapshot.open["dport"], strict=True)) == {(PORT, 40001), (40001, PORT)}
+        assert set(zip(snapshot.open["sport"], snapshot.open["dport"], strict=True)) == {(PORT, 20001), (20001, PORT)}
         served = snapshot.open[snapshot.open["sport"] == PORT]
         assert {(int(row["netns"]), int(row["bytes_received"])) for row in served} == {(1, 1), (2, 2)}
 
@@ -165,8 +165,8 @@ def test_equal_connections_of_two_namespaces_are_told_apart(host: Host) -> None:
 def test_the_filter_in_the_kernel_is_that_of_each_namespace(host: Host) -> None:
     """Other ports of a namespace are left out."""
     space = host.space()
-    with pairs(space, PORT + 1, (40001,)), pairs(space, PORT, (40002,)), reading(space.path) as read:
-        assert sorted(read().open["sport"]) == sorted([PORT, 40002])
+    with pairs(space, PORT + 1, (20001,)), pairs(space, PORT, (20002,)), reading(space.path) as read:
+        assert sorted(read().open["sport"]) == sorted([PORT, 20002])
 
 
 def test_all_reads_where_somebody_listens_and_finds_what_comes_later(host: Host) -> None:
@@ -174,12 +174,12 @@ def test_all_reads_where_somebody_listens_and_finds_what_comes_later(host: Host)
     first = host.space()
     with reading("all") as read:
         watched = {one.number for one in read().namespaces}
-        with pairs(first, PORT, (40001,)):
+        with pairs(first, PORT, (20001,)):
             (number,) = {one.number for one in read().namespaces} - watched
-            assert sorted(read().open["sport"]) == sorted([PORT, 40001])
+            assert sorted(read().open["sport"]) == sorted([PORT, 20001])
             later = host.space()
-            with pairs(later, PORT, (40001,)):
-                assert sorted(read().open["sport"]) == sorted([PORT, PORT, 40001, 40001])
+            with pairs(later, PORT, (20001,)):
+                assert sorted(read().open["sport"]) == sorted([PORT, PORT, 20001, 20001])
                 assert len({one.number for one in read().namespaces} - watched - {number}) == 1
 
 
@@ -187,7 +187,7 @@ def test_a_namespace_that_ends_ends_quietly(host: Host) -> None:
     """Its sockets are told as closed or are just gone, nothing failed, and the kernel gets it back."""
     space = host.space()
     with reading("all") as read:
-        with pairs(space, PORT, (40001,)):
+        with pairs(space, PORT, (20001,)):
             assert len(read().open) == 2
         host.remove(space)
         snapshot = read()
@@ -202,7 +202,7 @@ def test_a_process_that_ends_takes_its_namespace_along_or_another_stands_for_it(
     """By pid: named and not there any more, it is said. By all: another process of the same namespace will do."""
     space = host.space()
     with (
-        pairs(space, PORT, (40001,)),
+        pairs(space, PORT, (20001,)),
         process(space) as first,
         process(space),
         reading(first.pid) as by_pid,
@@ -223,8 +223,8 @@ def test_a_namespace_that_fails_stands_as_it_was(host: Host, monkeypatch: pytest
     again. The others are read meanwhile."""
     good, bad = host.space(), host.space()
     with (
-        pairs(good, PORT, (40001,)),
-        pairs(bad, PORT, (40001,)) as ((client, served),),
+        pairs(good, PORT, (20001,)),
+        pairs(bad, PORT, (20001,)) as ((client, served),),
         reading(good.path, bad.path) as read,
     ):
         before = read()
@@ -263,7 +263,7 @@ def test_lost_events_of_a_namespace_that_ended_stay_counted(host: Host, monkeypa
     monkeypatch.setattr("tokengap.sources.sock_diag._EVENTS_BACKLOG", 4096)
     space = host.space()
     with reading("all") as read:
-        with pairs(space, PORT, tuple(range(40001, 40041))):
+        with pairs(space, PORT, tuple(range(20001, 20041))):
             assert len(read().open) == 80
         assert until(read, lambda s: s.lost).lost == 1
         host.remove(space)
@@ -288,7 +288,7 @@ def test_numbers_are_used_in_turn(host: Host, monkeypatch: pytest.MonkeyPatch) -
 def test_without_events_the_others_have_none(host: Host) -> None:
     """Switched off they are off everywhere, and the snapshot says so."""
     space = host.space()
-    with pairs(space, PORT, (40001,)), reading(space.path, events=False) as read:
+    with pairs(space, PORT, (20001,)), reading(space.path, events=False) as read:
         snapshot = read()
         assert (snapshot.way, snapshot.events, len(snapshot.open)) == ("sock_diag", False, 2)
 
@@ -331,12 +331,12 @@ def unprivileged(*wanted: object) -> list[str]:
 def test_without_privilege_states_are_read_and_one_line_says_so(host: Host, everything: bool) -> None:
     """No setns, and the links of other users' processes are closed: their tables in /proc are open, without bytes."""
     space = host.space()
-    with pairs(space, PORT, (40001,)), process(space) as inside:
+    with pairs(space, PORT, (20001,)), process(space) as inside:
         said = unprivileged("all" if everything else inside.pid)
     assert said == [
         f"netns: {NEEDS}; states and queues of their sockets are read from /proc/PID/net, no bytes",
         "sock_diag, destroy events on",
-        f"proc False [1, 1] {sorted((PORT, 40001))}",
+        f"proc False [1, 1] {sorted((PORT, 20001))}",
         f"[{UNKNOWN}] ()",
     ]
 
@@ -474,5 +474,5 @@ async def test_a_port_alone_is_our_own_engine_first(host: Host, tmp_path: Path) 
 def test_established_is_what_a_row_says(host: Host) -> None:
     """The state of a socket in another namespace, by both ways of reading."""
     space = host.space()
-    with pairs(space, PORT, (40001,)), process(space) as inside, reading(inside.pid) as read:
+    with pairs(space, PORT, (20001,)), process(space) as inside, reading(inside.pid) as read:
         assert set(read().open["state"]) == {ESTABLISHED}

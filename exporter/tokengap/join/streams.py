@@ -40,6 +40,10 @@ from tokengap.topology import Topology
 #: before this exporter started, or within its first beat.
 NEVER_PAIRED_SECONDS = 2.0
 
+#: Beats without a look at the sockets from which on a request that came and went between two looks may have lost its
+#: client: its tokens are then nobody's (unattributed).
+UNSEEN_BEATS = 2.5
+
 #: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
 #: the chunks acknowledges slightly other numbers of bytes than it received.
 REFRAMING = 0.03
@@ -152,7 +156,8 @@ def advance(
     find_clients(seg, now, side, edges, state.ratio, at, blur)
     parent, inner = _links(seg, now)
     seg = end_finished(seg, now, inner, engines, headers, at, topology.interval)
-    believe_brief(seg, engines, edges, at)
+    unseen = state.track is not None and at - state.at > UNSEEN_BEATS * topology.interval
+    believe_brief(seg, engines, edges, at, unseen=unseen)
     seg = _own(seg, at)
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
