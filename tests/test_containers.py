@@ -73,7 +73,7 @@ def on_every_address(part: Part) -> Part:
 
 
 def an_engine(port: int = ENGINE) -> Part:
-    return on_every_address(engine_part(port, Knobs(rate=50)))
+    return on_every_address(engine_part(port, Knobs(rate=50, max_num_seqs=8)))
 
 
 def a_gateway(upstream: str) -> Part:
@@ -132,7 +132,7 @@ async def test_a_gateway_in_a_container_leaks_and_is_named(host: Host, tmp_path:
             *("--netns", edge.path, "--netns", engine.path),
         ) as watch,
     ):
-        users = asyncio.create_task(visit(6, 2, edge.address, max_tokens=200, leave_at=1.0))
+        users = asyncio.create_task(visit(6, 2, edge.address, max_tokens=300, leave_at=1.0))
         page = await watch.until(lambda page: total(page, STREAMS, hop="edge", client="gone") == 2)
         assert total(page, NETNS, state="watched") == 3
         assert total(page, NETNS, state="failed") == 0
@@ -141,9 +141,9 @@ async def test_a_gateway_in_a_container_leaks_and_is_named(host: Host, tmp_path:
         outcomes = await users
         page = await watch.until(over)
     useful = sum(outcome.tokens for outcome in outcomes)
-    assert total(page, TOKENS_OUT) == 6 * 200
-    assert total(page, TOKENS_USEFUL) == pytest.approx(useful, abs=12)
-    assert total(page, TOKENS_ORPHANED, hop="edge") == pytest.approx(6 * 200 - useful, abs=12)
+    assert total(page, TOKENS_OUT) == 6 * 300
+    assert total(page, TOKENS_USEFUL) == pytest.approx(useful, abs=18)
+    assert total(page, TOKENS_ORPHANED, hop="edge") == pytest.approx(6 * 300 - useful, abs=18)
     assert total(page, TOKENS_ORPHANED) == total(page, TOKENS_ORPHANED, hop="edge")
     assert balanced(page)
 
@@ -159,7 +159,7 @@ async def test_an_nginx_in_a_container_that_lets_go_is_not_blamed(host: Host, tm
             *("--engine", f"worker=http://{engine.address}:{ENGINE}", "--hop", f"edge=:{EDGE}", "--netns", "all"),
         ) as watch,
     ):
-        users = asyncio.create_task(visit(6, 2, edge.address, max_tokens=200, leave_at=1.0))
+        users = asyncio.create_task(visit(6, 2, edge.address, max_tokens=300, leave_at=1.0))
         await watch.until(lambda page: total(page, STREAMS, hop="edge", client="connected") == 4)
         outcomes = await users
         page = await watch.until(over)
@@ -192,21 +192,21 @@ async def test_pods_with_equal_addresses_and_ports_are_not_mixed(host: Host, tmp
         )
 
         def live(pod: Space, leavers: int) -> list[Outcome]:
-            return pod.run(lambda: asyncio.run(visit(6, leavers, LOOPBACK, max_tokens=200, leave_at=1.0)))
+            return pod.run(lambda: asyncio.run(visit(6, leavers, LOOPBACK, max_tokens=300, leave_at=1.0)))
 
         outcomes = await asyncio.gather(
             asyncio.to_thread(live, pods["a"], 3),
             asyncio.to_thread(live, pods["b"], 0),
         )
         page = await watch.until(
-            lambda page: total(page, STREAMS) == 0 and total(page, TOKENS_OUT) == 2 * 6 * 200 and balanced(page)
+            lambda page: total(page, STREAMS) == 0 and total(page, TOKENS_OUT) == 2 * 6 * 300 and balanced(page)
         )
     for name, had in zip(pods, outcomes, strict=True):
         useful = sum(outcome.tokens for outcome in had)
-        assert total(page, TOKENS_OUT, engine=name) == 6 * 200
-        assert total(page, TOKENS_USEFUL, engine=name) == pytest.approx(useful, abs=12)
-        assert total(page, TOKENS_ORPHANED, engine=name) == pytest.approx(6 * 200 - useful, abs=12)
-    assert total(page, TOKENS_ORPHANED, engine="b") < 12
+        assert total(page, TOKENS_OUT, engine=name) == 6 * 300
+        assert total(page, TOKENS_USEFUL, engine=name) == pytest.approx(useful, abs=18)
+        assert total(page, TOKENS_ORPHANED, engine=name) == pytest.approx(6 * 300 - useful, abs=18)
+    assert total(page, TOKENS_ORPHANED, engine="b") < 18
 
 
 async def test_a_container_that_comes_later_is_found_and_ends_quietly(host: Host, tmp_path: Path) -> None:
@@ -223,12 +223,12 @@ async def test_a_container_that_comes_later_is_found_and_ends_quietly(host: Host
         async with inside(space, a_gateway(f"http://{host.address}:{port}"), space.address, tmp_path):
             page = await watch.until(lambda page: total(page, NETNS, state="watched") == before + 1)
             degraded = total(page, BEATS_DEGRADED)
-            users = asyncio.create_task(visit(4, 2, space.address, max_tokens=200, leave_at=1.0))
+            users = asyncio.create_task(visit(4, 2, space.address, max_tokens=300, leave_at=1.0))
             await watch.until(lambda page: total(page, STREAMS, hop="edge", client="gone") == 2)
             outcomes = await users
             page = await watch.until(over)
             useful = sum(outcome.tokens for outcome in outcomes)
-            assert total(page, TOKENS_ORPHANED, hop="edge") == pytest.approx(4 * 200 - useful, abs=8)
+            assert total(page, TOKENS_ORPHANED, hop="edge") == pytest.approx(4 * 300 - useful, abs=12)
         host.remove(space)
         page = await watch.until(lambda page: total(page, NETNS, state="watched") == before)
     assert total(page, NETNS, state="failed") == 0
@@ -300,11 +300,11 @@ async def test_without_destroy_events_the_gap_is_within_a_beat_of_each_user(host
             *("--netns", space.path, "--no-events"),
         ) as watch,
     ):
-        outcomes = await visit(6, 2, space.address, max_tokens=200, leave_at=1.0)
+        outcomes = await visit(6, 2, space.address, max_tokens=300, leave_at=1.0)
         page = await watch.until(over)
     useful, beat = sum(outcome.tokens for outcome in outcomes), 50
     assert total(page, ACCOUNTING_MODE, mode="beat") == 1
-    assert total(page, TOKENS_OUT) == 6 * 200
+    assert total(page, TOKENS_OUT) == 6 * 300
     assert total(page, TOKENS_USEFUL) == pytest.approx(useful, abs=6 * beat)
-    assert total(page, TOKENS_ORPHANED, hop="edge") == pytest.approx(6 * 200 - useful, abs=6 * beat)
+    assert total(page, TOKENS_ORPHANED, hop="edge") == pytest.approx(6 * 300 - useful, abs=6 * beat)
     assert balanced(page)
