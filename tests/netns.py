@@ -26,10 +26,14 @@ _counter = itertools.count()
 
 @dataclass(frozen=True)
 class Space:
-    """A network namespace; ``address`` is its own on the bridge, empty when it has loopback only."""
+    """A network namespace; ``address`` is its own on the bridge, by the interface ``outside`` in the root namespace.
+
+    Both are empty when it has loopback only.
+    """
 
     name: str
     address: str = ""
+    outside: str = ""
 
     @property
     def path(self) -> str:
@@ -87,13 +91,14 @@ class Host:
         number = next(_counter)
         name = f"{_PREFIX}-{os.getpid()}-{number}"
         _run("netns", "add", name)
-        made = Space(name, f"198.18.{self._net}.{len(self._made) + 2}" if address else "")
+        made = Space(name)
+        if address:
+            made = Space(name, f"198.18.{self._net}.{len(self._made) + 2}", f"tgv{os.getpid() % 100000}-{number}")
         self._made.append(made)
         made.ip("link", "set", "lo", "up")
         if address:
-            end = f"tgv{os.getpid() % 100000}-{number}"
-            _run("link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _run("link", "set", end, "master", self._bridge, "up")
+            _run("link", "add", made.outside, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("link", "set", made.outside, "master", self._bridge, "up")
             made.ip("addr", "add", f"{made.address}/24", "dev", "eth0")
             made.ip("link", "set", "eth0", "up")
         return made

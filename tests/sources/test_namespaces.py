@@ -194,6 +194,8 @@ def test_a_namespace_that_ends_ends_quietly(host: Host) -> None:
         assert (len(snapshot.open), snapshot.unread) == (0, ())
         assert set(snapshot.closed["netns"]) == {1}
         assert len(read().closed) == 0
+        # Its end of the bridge goes when nobody holds it any more: no socket of ours.
+        until(read, lambda _: space.outside not in [name for _, name in socket.if_nameindex()])
     found, _ = find(["all"])
     assert space.path not in [one.name for one in found]
 
