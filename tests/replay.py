@@ -30,7 +30,8 @@ def load(name: str) -> tuple[dict[str, Any], Iterator[Readings]]:
     lines = gzip.decompress((BEATS / f"{name}.jsonl.gz").read_bytes()).splitlines()
     first = json.loads(lines[0])
     topology = msgspec.convert(first["topology"], Topology)
-    return first["truth"], (_readings(json.loads(line), topology) for line in lines[1:])
+    columns = first["columns"]  # those of the time of the recording; what came later is 0
+    return first["truth"], (_readings(json.loads(line), topology, columns) for line in lines[1:])
 
 
 def save(name: str, truth: dict[str, Any], beats: list[Readings]) -> None:
@@ -63,17 +64,18 @@ def _text(table: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(columns.T.tobytes(), 9)).decode()
 
 
-def _table(text: str) -> np.ndarray:
-    columns = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype="u8").reshape(len(SOCKET.names), -1)
+def _table(text: str, names: list[str]) -> np.ndarray:
+    columns = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype="u8").reshape(len(names), -1)
     table = np.zeros(columns.shape[1], dtype=SOCKET)
-    for name, column in zip(SOCKET.names, columns, strict=True):
+    for name, column in zip(names, columns, strict=True):
         table[name] = column.view("i8") if SOCKET[name] == np.int64 else column
     return table
 
 
-def _readings(beat: dict[str, Any], topology: Topology) -> Readings:
+def _readings(beat: dict[str, Any], topology: Topology, columns: list[str]) -> Readings:
     sockets = beat["sockets"]
-    snapshot = SocketSnapshot(_table(sockets["open"]), _table(sockets["closed"]), "sock_diag", sockets["events"])
+    tables = (_table(sockets[which], columns) for which in ("open", "closed"))
+    snapshot = SocketSnapshot(*tables, "sock_diag", sockets["events"])
     return Readings(
         at=beat["at"],
         wall=beat["wall"],

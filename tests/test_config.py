@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tokengap.config import SETTINGS, Settings, load, topology
 from tokengap.config.settings import EngineSettings, HopSettings, Shape
-from tokengap.config.values import Address, Listen, Seconds, Url
+from tokengap.config.values import Address, Listen, Netns, Seconds, Url
 from tokengap.errors import SettingsError, SourceError
 from tokengap.topology import Endpoint, Engine, Hop, Topology
 
@@ -115,6 +115,31 @@ def test_every_endpoint_can_be_written_as_an_address(ip, port):
     assert Address.read(again) == again
     if ip is not None and not ip.is_unspecified and getattr(ip, "ipv4_mapped", None) is None:
         assert again.endpoint == endpoint
+
+
+@pytest.mark.parametrize("written", [12, "12", " 4194304", "/run/netns/edge", "/proc/12/ns/net", "all"])
+def test_a_network_namespace(written):
+    """By a process, by a file, or every one."""
+    assert Netns.read(written) == str(written).strip()
+
+
+@pytest.mark.parametrize(
+    "written", ["", "0", "-1", "012", "edge", "run/netns/edge", "/", "ALL", "none", 1.0, True, None]
+)
+def test_no_network_namespace(written):
+    """A name of ``ip netns`` is not its path, and there is no process 0."""
+    assert not reads(Netns, written)
+
+
+def test_network_namespaces_from_every_place(tmp_path: Path):
+    """A repeated flag, a variable with commas, a list in the file."""
+    wanted = ("12", "/run/netns/edge")
+    assert load(None, {}, {"netns": wanted}).netns == wanted
+    assert load(None, {"TOKENGAP_NETNS": "12, /run/netns/edge"}, {}).netns == wanted
+    assert from_file(tmp_path, "netns: [12, /run/netns/edge]").netns == wanted
+    assert refusal(lambda: load(None, {"TOKENGAP_NETNS": "edge"}, {})) == (
+        "TOKENGAP_NETNS is 'edge'; expected a process id, an absolute path such as /run/netns/NAME, or all"
+    )
 
 
 @pytest.mark.parametrize("written", [":10788", "127.0.0.1:0", "localhost:80", "[::1]:10788", 10788])
@@ -542,7 +567,7 @@ def tables() -> str:
     """Return the tables of all settings as the documentation shows them."""
     lines = ["| file | flag | variable | default | meaning |", "| --- | --- | --- | --- | --- |"]
     for setting in SETTINGS:
-        metavar = f" {setting.metavar}" if setting.metavar else ""
+        metavar = f" {setting.metavar}".replace("|", "\\|") if setting.metavar else ""
         flags = "<br>".join(f"`{flag}{metavar}`" for flag in setting.flags)
         lines.append(
             f"| `{setting.key}` | {flags} | `{setting.variable}` | `{setting.default}` | {setting.shape.meaning} |"

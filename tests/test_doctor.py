@@ -16,12 +16,15 @@ from lab.commands import tokengap
 from lab.serving import served
 from tokengap.doctor import (
     Answer,
+    Door,
     Finding,
     Listeners,
+    Namespaces,
     Program,
     about_engine,
     about_gpus,
     about_hop,
+    about_namespaces,
     about_selection,
     about_slots,
     about_sockets,
@@ -136,7 +139,7 @@ def test_slots():
         ),
         (Listeners([ROW], {7: Program("gateway", 12)}), "ok", "gateway (pid 12) listens on :8080", ""),
         (Listeners([ROW], {7: Program("envoy", 12)}), "note", "envoy (pid 12)", "HTTP/2"),
-        (Listeners([ROW], {7: Program("docker-proxy", 12)}), "attention", "for a container", "--network container:"),
+        (Listeners([ROW], {7: Program("docker-proxy", 12)}), "attention", "for a container", "--netns"),
         (Listeners([ROW]), "note", "this process lacks CAP_DAC_READ_SEARCH and CAP_SYS_PTRACE", "as its user"),
         (Listeners(), "attention", "nobody listens on :8080", "start the proxy"),
         (Listeners(error="no /proc/net/tcp"), "note", "no /proc/net/tcp", "ports alone"),
@@ -330,3 +333,29 @@ async def test_the_command_without_anything_to_watch():
     ran = await tokengap("doctor")
     assert (ran.code, ran.err) == (1, "")
     assert "attention  engines: none to watch\n" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("spaces", "levels", "says"),
+    [
+        (Namespaces(), [], ""),
+        (Namespaces(["pid 12", "/run/netns/a"]), ["ok"], "pid 12, /run/netns/a, besides our own"),
+        (
+            Namespaces(["pid 12"], refused="it needs more"),
+            ["attention"],
+            "pid 12, states and queues of their sockets only",
+        ),
+        (Namespaces(refused="it needs more"), [], ""),  # nothing there to be refused
+        (Namespaces(missing=["pid 9: no such process"]), ["attention"], "pid 9: no such process"),
+        (
+            Namespaces(doors=[Door("nginx", 12, (80, 443))]),
+            ["note"],
+            "nginx (pid 12) listens on :80, :443 in another network namespace",
+        ),
+    ],
+)
+def test_network_namespaces(spaces: Namespaces, levels: list[str], says: str):
+    """What is watched besides our own, what is not there, and who listens where nobody looks."""
+    findings = list(about_namespaces(spaces))
+    assert [finding.level for finding in findings] == levels
+    assert says in "".join(finding.found for finding in findings)

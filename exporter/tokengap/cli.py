@@ -81,7 +81,7 @@ def main() -> None:
 STOP_WITHIN = 5.0
 
 #: What to watch; the other settings are about how.
-SELECTION = ("engines", "hops", "auto", "slots", "gpu", "dcgm")
+SELECTION = ("engines", "hops", "auto", "slots", "netns", "gpu", "dcgm")
 
 
 def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -161,5 +161,6 @@ async def _examine(settings: Settings) -> Any:
     from tokengap.serve import gpus, look
 
     watched, found = await look(settings)
+    netns = tuple(map(str, settings.netns))
     async with aiohttp.ClientSession() as session, gpus(settings, session, PATIENCE) as gpu:
-        return await examine(watched, auto=found, gpu=gpu)
+        return await examine(watched, auto=found, netns=netns, gpu=gpu)

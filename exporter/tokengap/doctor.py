@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TextIO, TypeAlias, TypeVar
@@ -33,6 +34,7 @@ from tokengap.sources.commandlines import proxy_program
 from tokengap.sources.engine import EngineSource, metrics_url
 from tokengap.sources.engine_families import FAMILY_NAMED
 from tokengap.sources.host import Row, Tree, holders, listens, rows_in
+from tokengap.sources.namespaces import ALL, Netns, find, look_inside, why_not_enter
 from tokengap.sources.processes import Discovery, Processes
 from tokengap.sources.sockets import SocketAccess, probe
 from tokengap.topology import Endpoint, Engine, Hop, Topology
@@ -76,13 +78,17 @@ class Finding:
         assert self.level == "ok" or self.advice, f"no advice about {self.subject}"
 
 
-async def examine(watched: Topology, *, auto: Discovery | None = None, gpu: GpuSource | None = None) -> list[Finding]:
-    """Look at this host and at what is to be watched; ``auto`` is what was found on it. Takes seconds at most."""
+async def examine(
+    watched: Topology, *, auto: Discovery | None = None, netns: Sequence[str] = (), gpu: GpuSource | None = None
+) -> list[Finding]:
+    """Look at this host and at what is to be watched, in the namespaces ``netns`` too; ``auto`` is what was found on
+    it. Takes seconds at most."""
     async with aiohttp.ClientSession() as session:
-        access, listeners, processes, gpus, answers = await asyncio.gather(
+        access, listeners, spaces, processes, gpus, answers = await asyncio.gather(
             asyncio.to_thread(probe),
-            asyncio.to_thread(look_at_listeners, watched.hops),
-            _or_error(Processes().read(watched, frozenset())),
+            asyncio.to_thread(look_at_listeners, watched.hops, netns),
+            asyncio.to_thread(look_at_namespaces, netns),
+            _or_error(Processes(netns=netns).read(watched, frozenset())),
             look_at_gpus(gpu),
             asyncio.gather(*(ask(engine, session) for engine in watched.engines)),
         )
@@ -92,6 +98,7 @@ async def examine(watched: Topology, *, auto: Discovery | None = None, gpu: GpuS
     return [
         about_versions(access.kernel),
         *about_sockets(access, capabilities),
+        *about_namespaces(spaces),
         *(Finding("auto", "ok", sentence) for sentence in (auto.sentences if auto else ())),
         *about_selection(watched),
         *(
@@ -192,6 +199,73 @@ def about_sockets(access: SocketAccess, capabilities: frozenset[str]) -> Iterato
         )
     else:
         yield Finding("destroy events", "ok", "on: the final counters of each socket that ends are read")
+
+
+# --- network namespaces ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A known proxy that listens in a network namespace other than our own."""
+
+    program: str
+    pid: int
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespaces:
+    """What is to be watched besides our own network namespace, and proxies that listen where nothing is.
+
+    ``watched`` are names; ``missing`` says why others that were asked for are not there. ``refused``: why none may be
+    entered, empty where they may.
+    """
+
+    watched: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    refused: str = ""
+    doors: Sequence[Door] = ()
+
+
+def look_at_namespaces(netns: Sequence[str]) -> Namespaces:
+    """Look for the wanted namespaces, and for proxies in those that are not."""
+    wanted, missing = find(netns)
+    keys = {there.key for there in wanted}
+    others = [] if ALL in netns else [there for there in find([ALL])[0] if there.key not in keys]
+    refused = why_not_enter() if netns else ""
+    return Namespaces([there.name for there in wanted], missing, refused, list(_doors(others)) if others else [])
+
+
+def _doors(others: Iterable[Netns]) -> Iterator[Door]:
+    port_of: dict[int, int] = {}
+    for there in others:
+        if there.net is not None:
+            with suppress(SourceError, OSError):  # its process has ended
+                port_of |= {row.inode: row.port for row in rows_in(LISTEN, net=there.net)}
+    tree = Tree()
+    listening: dict[int, set[int]] = {}
+    for inode, pids in holders(tree.pids, frozenset(port_of)).pids.items():
+        listening.setdefault(min(pids), set()).add(port_of[inode])
+    for pid, ports in sorted(listening.items()):
+        program = proxy_program(tree.name(pid), tree.argv(pid))
+        if program is not None:
+            yield Door(program, pid, tuple(sorted(ports)))
+
+
+def about_namespaces(spaces: Namespaces) -> Iterator[Finding]:
+    """Say which network namespaces are watched besides our own, and which proxies are in others."""
+    subject = "network namespaces"
+    if spaces.watched and spaces.refused:
+        found = f"{', '.join(spaces.watched)}, states and queues of their sockets only: {spaces.refused}"
+        yield Finding(subject, "attention", found, "run with CAP_SYS_ADMIN; without it no token can be called useful")
+    elif spaces.watched:
+        yield Finding(subject, "ok", f"{', '.join(spaces.watched)}, besides our own")
+    for why in spaces.missing:
+        yield Finding(subject, "attention", why, "start what is in it, or correct --netns")
+    for door in spaces.doors:
+        where = ", ".join(f":{port}" for port in door.ports)
+        found = f"{door.program} (pid {door.pid}) listens on {where} in another network namespace"
+        yield Finding(subject, "note", found, f"to watch it: --netns {door.pid}")
 
 
 def about_selection(watched: Topology) -> Iterator[Finding]:
@@ -349,7 +423,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """The listeners of the hops in this network namespace.
+    """The listeners of the hops in the network namespaces that are watched.
 
     ``programs`` by inode; a listener that is not in it is held by a process that may not be looked into. ``error``:
     why none of this is known.
@@ -360,11 +434,12 @@ class Listeners:
     error: str = ""
 
 
-def look_at_listeners(hops: Sequence[Hop]) -> Listeners:
+def look_at_listeners(hops: Sequence[Hop], netns: Sequence[str] = ()) -> Listeners:
     """Look at who listens where the hops should."""
     endpoints = [endpoint for hop in hops for endpoint in hop.listen]
     try:
-        rows = [row for row in rows_in(LISTEN) if any(listens(row, endpoint) for endpoint in endpoints)]
+        every = [row for space in look_inside(netns) for row in space.rows]
+        rows = [row for row in every if any(listens(row, endpoint) for endpoint in endpoints)]
     except SourceError as error:
         return Listeners(error=str(error))
     tree = Tree()
@@ -403,7 +478,7 @@ def about_hop(hop: Hop, listeners: Listeners, capabilities: frozenset[str]) -> I
         inodes = [row.inode for row in listeners.rows if listens(row, endpoint)]
         programs = [listeners.programs[inode] for inode in inodes if inode in listeners.programs]
         if not inodes:
-            advice = "start the proxy, or correct --hop; this has to run in the proxy's network namespace"
+            advice = "start the proxy, or correct --hop; if it is in another network namespace, name that with --netns"
             yield Finding(f"hop {hop.name}", "attention", f"nobody listens on {endpoint}", advice)
         elif not programs:
             missing = " and ".join(sorted({"CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH"} - capabilities))
@@ -419,7 +494,7 @@ def _about_program(hop: Hop, endpoint: Endpoint, program: Program) -> Finding:
     installed = f" ({program.version} is installed)" if program.version else ""
     found = f"{program.name} (pid {program.pid}) listens on {endpoint}{installed}"
     if program.name in CONTAINER_DOORS:
-        advice = "its container has sockets of its own: run tokengap there (docker run --network container:NAME)"
+        advice = "its container has sockets of its own: watch them with --netns, with the container's port as the hop"
         return Finding(f"hop {hop.name}", "attention", f"{found} for a container", advice)
     if program.name in _HTTP2:
         advice = "clients on HTTP/2 share a connection, in which the kernel cannot tell their streams apart"

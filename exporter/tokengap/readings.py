@@ -31,8 +31,9 @@ TIMER_NONE, TIMER_RETRANSMIT, TIMER_KEEPALIVE, TIMER_TIMEWAIT, TIMER_PROBE = 0, 
 #: One TCP socket, as ``struct inet_diag_msg`` and ``struct tcp_info`` give it, in host byte order.
 #:
 #: Addresses are IPv6, two 64-bit halves, IPv4 as ``::ffff:a.b.c.d``, so that one comparison serves both families and
-#: dual-stack listeners. ``cookie`` is the socket's identity for its life (for fallbacks: its inode). Times are
-#: milliseconds before the snapshot, sizes are bytes, :data:`UNKNOWN` where not told.
+#: dual-stack listeners. ``cookie`` is the socket's identity for its life, unique among all network namespaces (for
+#: fallbacks: its inode). ``netns`` numbers the namespace it is in, 0 is the exporter's own: an address means something
+#: only there. Times are milliseconds before the snapshot, sizes are bytes, :data:`UNKNOWN` where not told.
 SOCKET = np.dtype(
     [
         ("cookie", "u8"),
@@ -43,6 +44,7 @@ SOCKET = np.dtype(
         ("dst_lo", "u8"),
         ("sport", "u2"),
         ("dport", "u2"),
+        ("netns", "u2"),
         ("state", "u1"),
         ("timer", "u1"),
         ("retransmits", "i8"),
@@ -86,12 +88,30 @@ Way: TypeAlias = Literal["sock_diag", "proc", "psutil"]
 
 
 @dataclass(frozen=True, slots=True)
+class Namespace:
+    """A network namespace whose sockets are in a snapshot.
+
+    ``number`` stands in the column ``netns``. ``addresses`` are those of its interfaces, loopback left out, as numbers
+    of IPv6 addresses (:func:`as_ipv6`). ``stale``: it could not be read this time, and its open sockets are those of
+    the time before.
+    """
+
+    number: int
+    addresses: frozenset[int] = frozenset()
+    stale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SocketSnapshot:
     """The sockets of the watched ports at one instant.
 
     ``open`` are sockets in ESTABLISHED, CLOSE-WAIT and FIN-WAIT-1. ``closed`` are those that were destroyed since the
     snapshot before, with their final counters; empty where ``events`` is False. ``way`` says what served. ``lost``
     counts, since start, how often the kernel dropped destroy events because we were slow (ENOBUFS).
+
+    ``namespaces`` are those that are watched, our own first; empty where only our own is asked for. ``unread`` says, a
+    sentence each, which of the namespaces that were asked for were not read this time, and why. ``way`` and ``events``
+    are those of the one that tells least.
     """
 
     open: SocketTable
@@ -99,6 +119,8 @@ class SocketSnapshot:
     way: Way = "sock_diag"
     events: bool = False
     lost: int = 0
+    namespaces: tuple[Namespace, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

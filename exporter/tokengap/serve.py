@@ -54,7 +54,8 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     serving = Serving(telemetry_path=settings.telemetry_path, show_addresses=settings.show_addresses)
     server = Server(make_app(serving))
     await server.start(*parse_listen(settings.listen))
-    sockets = Sockets(events=settings.events)
+    netns = tuple(map(str, settings.netns))
+    sockets = Sockets(events=settings.events, netns=netns)
     try:
         async with AsyncExitStack() as stack:
             # No limit: a hundred engines that hang must not keep the hundred and first from being read.
@@ -65,7 +66,7 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
             sources = Sources(
                 sockets=sockets,
                 engines={engine.name: EngineSource(engine, session, deadline=within) for engine in watched.engines},
-                processes=Processes(),
+                processes=Processes(netns=netns),
                 gpu=gpu,
             )
             beat = asyncio.create_task(
@@ -73,6 +74,8 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
             )
             beat.add_done_callback(_end_with)
             log.info("sockets are read", extra={"way": sockets.describe()})
+            if limits := sockets.limits():
+                log.warning(limits)
             try:
                 yield server, serving
             finally:

@@ -22,6 +22,8 @@ Accounting: TypeAlias = Literal["exact", "beat", "state", "none"]
 #: How exact the ledger is, from best to worst.
 ACCOUNTINGS: tuple[Accounting, ...] = ("exact", "beat", "state", "none")
 
+NetnsState: TypeAlias = Literal["watched", "failed"]
+
 QueueAgeFrom: TypeAlias = Literal["sockets", "curve"]
 QUEUE_AGES_FROM: tuple[QueueAgeFrom, ...] = ("sockets", "curve")
 
@@ -223,8 +225,9 @@ class View:
     ``hop_names`` are the configured hops, outermost first, and last ``engine``. ``endings`` counts ended streams since
     start by (engine, hop, ending). ``accounting`` is ``exact`` while the kernel tells the final counters of closing
     sockets, ``beat`` when up to one beat of a closing socket is missed, ``state`` when a fallback tells no bytes at
-    all, ``none`` when no sockets could be read. ``gpus`` is None where they are not asked for, ``price`` where none is
-    set.
+    all, ``none`` when no sockets could be read. ``namespaces`` counts network namespaces, our own included, by whether
+    their sockets are read; empty when no sockets could be read. ``gpus`` is None where they are not asked for,
+    ``price`` where none is set.
     """
 
     at: float
@@ -243,3 +246,4 @@ class View:
     streams: StreamTable
     gpus: GpusView | None = None
     price: Price | None = None
+    namespaces: Mapping[NetnsState, int] = field(default_factory=dict)

@@ -133,6 +133,7 @@ def rich_view() -> View:
         streams=streams,
         gpus=gpus(),
         price=Price(2.5, "EUR"),
+        namespaces={"watched": 3, "failed": 1},
     )
 
 

@@ -23,6 +23,7 @@ from tokengap.config.values import (
     LogFormat,
     LogLevel,
     Name,
+    Netns,
     PagePath,
     Seconds,
     Switch,
@@ -114,6 +115,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     events: Annotated[
         bool, "Listen to the kernel for sockets that end. Without it up to one beat of each such socket is missed."
     ] = True
+    netns: Annotated[
+        tuple[Netns, ...],
+        "Further network namespaces whose sockets to read, as those of containers: of a process, at a path, or all of "
+        "this host. Needs CAP_SYS_ADMIN; see [containers.md](containers.md).",
+    ] = ()
     gpu: Annotated[bool, "Read this host's GPUs where there is an NVIDIA driver."] = True
     dcgm: Annotated[
         Url | None, "A dcgm-exporter to read GPUs from, where no second client of the driver may run. Replaces `gpu`."

@@ -152,6 +152,22 @@ class Name(str):
         return cls(value)
 
 
+class Netns(str):
+    """A network namespace: by a process in it, by a file, or every one."""
+
+    __slots__ = ()
+    expects: ClassVar = "a process id, an absolute path such as /run/netns/NAME, or all"
+    metavar: ClassVar = "PID|PATH|all"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        text = str(value).strip()
+        if isinstance(value, (bool, float)) or not re.fullmatch(r"[1-9]\d{0,9}|/.+|all", text, re.ASCII):
+            raise ValueError
+        return cls(text)
+
+
 class Count(int):
     """How many of something there are, at least one."""
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tokengap.join import cost, endings, gpus, ledger, queue, rest, silent, streams, verdict
 from tokengap.join.client import CONNECTED, VANISHED
 from tokengap.join.segments import Owned, Segments, in_flight, stays
-from tokengap.readings import EnginePage, Reading, Readings, SocketSnapshot
+from tokengap.readings import EnginePage, Reading, Readings, SocketSnapshot, as_ipv6
 from tokengap.topology import Engine, Topology
 from tokengap.view import (
     AGE_BOUNDS,
@@ -19,6 +19,7 @@ from tokengap.view import (
     STREAM,
     Accounting,
     EngineView,
+    NetnsState,
     Price,
     SlotsFrom,
     SourceView,
@@ -119,6 +120,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
 
     lost = snapshot.lost if snapshot is not None else state.events_lost
     degraded = snapshot is None or lost > state.events_lost or readings.late or None in pages.values()
+    degraded |= snapshot is not None and any(one.stale for one in snapshot.namespaces)
     state = State(
         streams=stream_state,
         engines=memories,
@@ -138,6 +140,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         degraded_beats=state.degraded_beats,
         interval=topology.interval,
         accounting=_accounting(snapshot),
+        namespaces=_namespaces(snapshot),
         events_lost=lost,
         sources=tuple(_sources(readings)),
         engines=tuple(replace(view, cost=costs.accounts.get(view.name)) for view in views),
@@ -176,7 +179,7 @@ def _engine(
         memory.verdict,
         at=at,
         reading=reading,
-        open_streams=open_streams if own is not None and (memory.covered or _is_local(engine)) else None,
+        open_streams=open_streams if own is not None and (memory.covered or _is_local(engine, readings)) else None,
         open_flowing=flowing,
         limits=limits,
     )
@@ -403,9 +406,14 @@ def _slots(engine: Engine, readings: Readings, most: float | None) -> tuple[floa
     return (most, "observed") if most else (None, None)
 
 
-def _is_local(engine: Engine) -> bool:
+def _is_local(engine: Engine, readings: Readings) -> bool:
     """Tell whether the engine's own sockets are among those we read, so that "no socket" means "no client"."""
-    return any(endpoint.address is None for endpoint in engine.endpoints)
+    snapshot = readings.sockets.value
+    here = [one.addresses for one in snapshot.namespaces] if snapshot is not None else []
+    return any(
+        endpoint.address is None or any(as_ipv6(endpoint.address) in addresses for addresses in here)
+        for endpoint in engine.endpoints
+    )
 
 
 def _coverage(page: EnginePage | None, open_streams: int, gap: endings.Excess) -> float | None:
@@ -503,11 +511,21 @@ def _accounting(snapshot: SocketSnapshot | None) -> Accounting:
     return "exact" if snapshot.events else "beat"
 
 
+def _namespaces(snapshot: SocketSnapshot | None) -> Mapping[NetnsState, int]:
+    if snapshot is None:
+        return {}
+    watched = sum(not one.stale for one in snapshot.namespaces) if snapshot.namespaces else 1  # our own
+    return {"watched": watched, "failed": len(snapshot.unread)}
+
+
 def _sources(readings: Readings) -> Iterator[SourceView]:
     sockets = readings.sockets
     way = ""
     if sockets.value is not None:
         way = f"{sockets.value.way}, destroy events {'on' if sockets.value.events else 'off'}"
+        if sockets.value.namespaces:
+            way += f"; {len(sockets.value.namespaces)} network namespaces"
+        way = "; ".join((way, *(f"not read: {why}" for why in sockets.value.unread)))
     yield SourceView("sockets", "", sockets.value is not None, sockets.took, sockets.error or way)
     for name, page in readings.engines.items():
         yield SourceView("engine", name, page.value is not None, page.took, page.error or "")

@@ -6,7 +6,7 @@ Instants propose, amounts decide (:mod:`tokengap.join.pairing` has the compariso
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,31 @@ def find_clients(
     at: float,
     blur: float,
 ) -> None:
-    """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom."""
+    """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom.
+
+    A process has its sockets in one network namespace, so a hop that runs in several is matched in each alone.
+    """
+    netns = now.rows["netns"]
+    if not netns.any():
+        _find_clients(seg, now, side, np.ones(len(seg), dtype=np.bool_), edges, ratio, at, blur)
+        return
+    for number in np.unique(netns):
+        down = np.where(netns == number, side.down, -1)
+        _find_clients(seg, now, replace(side, down=down), seg["netns"] == number, edges, ratio, at, blur)
+
+
+def _find_clients(
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    here: NDArray[np.bool_],
+    edges: frozenset[tuple[int, int, bool]],
+    ratio: NDArray[np.float64],
+    at: float,
+    blur: float,
+) -> None:
     for hop in np.unique(side.down[side.down >= 0]):
-        mine = (seg["hop"] == hop) | (seg["hop"] == UNSEEN)
+        mine = here & ((seg["hop"] == hop) | (seg["hop"] == UNSEEN))
         targets = [(target, "to_hop" if is_hop else "engine") for h, target, is_hop in edges if h == hop]
         mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
         # First with the clients of before, for those that have closed by now still tell whose they were.

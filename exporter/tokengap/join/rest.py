@@ -125,10 +125,11 @@ def await_clients(seg: Segments, now: Tracked, engines: Mapping[int, InEngine], 
 
 
 def believe_brief(
-    seg: Segments, engines: Mapping[int, InEngine], edges: frozenset[tuple[int, int, bool]], at: float
+    seg: Segments, engines: Mapping[int, InEngine], edges: frozenset[tuple[int, int, bool]], at: float, *, unseen: bool
 ) -> None:
     """Take what came and went within one beat for streams, the longest answers first, as far as the engine finished
-    more requests than we saw end. The others were polls."""
+    more requests than we saw end. The others were polls. ``unseen``: the beat was so long, since sockets could not be
+    read, that clients had the time to leave."""
     over = (seg["ended"] == at) & (seg["engine"] >= 0)
     brief = over & seg["trial"] & (seg["born"] == at) & ~np.isnan(seg["answered"])
     for engine in np.unique(seg["engine"][brief]):
@@ -138,8 +139,10 @@ def believe_brief(
             longest = np.flatnonzero(brief & mine)[np.argsort(-seg["supply"][brief & mine], kind="stable")]
             believed = longest[: max(unexplained, 0)]
             seg["trial"][believed] = False
-            # Nobody saw its client. It was answered to the end, so it is taken for one that stayed.
+            # Nobody saw its client. It was answered to the end, so it is taken for one that stayed, if that was soon.
             alone = believed[seg["down"][believed] == 0]
             hops = [hop for hop, target, is_hop in sorted(edges) if target == engine and not is_hop]
             if hops:
-                seg["client"][alone], seg["hop"][alone] = CONNECTED, hops[0]
+                seg["hop"][alone] = hops[0]
+                if not unseen:
+                    seg["client"][alone] = CONNECTED

@@ -32,6 +32,7 @@ SEGMENT = np.dtype(
         ("engine", "i4"),  # index of the engine it goes to; -1 when it goes to another hop
         ("to_hop", "i4"),
         ("carrier", "u8"),  # cookie of the socket the answer comes by
+        ("netns", "u2"),  # the network namespace it is in: of the hop, as its client-facing sockets are
         ("far_end", "u8"),  # the connection as seen from its other end (connection_keys)
         ("down", "u8"),  # cookie of the client-facing socket; 0 never seen
         ("asked", "f8"),

@@ -6,16 +6,18 @@ cookie, is all that is kept between beats.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.readings import SOCKET, UNKNOWN, V4_MAPPED, SocketTable, as_ipv6
+from tokengap.readings import SOCKET, UNKNOWN, V4_MAPPED, Namespace, SocketTable, as_ipv6
 from tokengap.topology import Endpoint, Topology
 
 _LOOPBACK_V4 = np.uint64(V4_MAPPED | 0x7F000000)
 _LOOPBACK_V6 = np.uint64(1)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 #: What is remembered of a socket. ``asked`` is the instant of the newest request on it: of the last data sent towards
 #: the engine, or received from the client. ``moved`` / ``grew``: when bytes_acked / bytes_received last grew. The
@@ -141,35 +143,83 @@ class Sides:
     to_hop: NDArray[np.int32]
 
 
-def sides(table: SocketTable, topology: Topology) -> Sides:
-    """Tell which side of which hop or engine each socket is, by its two addresses."""
-    named = {name for hop in topology.hops for name in hop.to}
+def sides(table: SocketTable, topology: Topology, namespaces: Sequence[Namespace] = ()) -> Sides:
+    """Tell which side of which hop or engine each socket is, by its two addresses.
 
-    def match(endpoints: list[tuple[int, Endpoint]], end: str) -> NDArray[np.int32]:
+    With several network namespaces "this host" is all of them, and an engine at an address of one of them is that
+    namespace's loopback too. Where two claims meet, the one that names an address wins.
+    """
+    named = {name for hop in topology.hops for name in hop.to}
+    here = np.sort(_mix(*_columns(address for one in namespaces for address in one.addresses)))
+
+    def match(endpoints: list[tuple[int, Endpoint]], end: str, *, of_engine: bool = False) -> NDArray[np.int32]:
         found = np.full(len(table), -1, dtype=np.int32)
-        for index, endpoint in endpoints:
-            found[_at(table, endpoint, end)] = index
+        for index, endpoint in sorted(endpoints, key=lambda one: one[1].address is not None):
+            found[_at(table, endpoint, end, here)] = index
+            if of_engine and namespaces:
+                found[_inside(table, endpoint, end, namespaces)] = index
         return found
 
     hops = [(i, e) for i, hop in enumerate(topology.hops) for e in hop.listen]
     engines = [(i, e) for i, engine in enumerate(topology.engines) for e in engine.endpoints]
     next_hops = [(i, e) for i, hop in enumerate(topology.hops) if hop.name in named for e in hop.listen]
-    return Sides(match(hops, "src"), match(engines, "src"), match(engines, "dst"), match(next_hops, "dst"))
+    return Sides(
+        match(hops, "src"),
+        match(engines, "src", of_engine=True),
+        match(engines, "dst", of_engine=True),
+        match(next_hops, "dst"),
+    )
 
 
-def _at(table: SocketTable, endpoint: Endpoint, end: str) -> NDArray[np.bool_]:
-    """Mark the sockets whose local (``src``) or remote (``dst``) end is the endpoint."""
+def _at(table: SocketTable, endpoint: Endpoint, end: str, here: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Mark the sockets whose local (``src``) or remote (``dst``) end is the endpoint; ``here`` as of :func:`_mix`."""
     mask = table["sport" if end == "src" else "dport"] == endpoint.port
     if endpoint.address is not None and endpoint.address not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         hi, lo = halves(endpoint.address)
         mask = mask & (table[f"{end}_hi"] == hi) & (table[f"{end}_lo"] == lo)
     elif end == "dst":
-        # "This host": a loopback address, or the very address that we call from.
-        dst_lo, dst_hi = table["dst_lo"], table["dst_hi"]
-        v4 = (dst_lo & np.uint64(0xFFFFFFFF_FF000000)) == _LOOPBACK_V4
-        loopback = (dst_hi == 0) & (v4 | (dst_lo == _LOOPBACK_V6))
-        mask = mask & (loopback | ((dst_hi == table["src_hi"]) & (dst_lo == table["src_lo"])))
+        # "This host": a loopback address, the very address that we call from, or one of a watched namespace.
+        ours = _loopback(table, end) | _to_itself(table)
+        if len(here):
+            ours |= locate(here, _mix(table["dst_hi"], table["dst_lo"])) >= 0
+        mask = mask & ours
     return np.asarray(mask, dtype=np.bool_)
+
+
+def _inside(
+    table: SocketTable, endpoint: Endpoint, end: str, namespaces: Sequence[Namespace]
+) -> NDArray[np.bool_] | slice:
+    """Mark the sockets whose end is the endpoint by the loopback of a namespace that has the endpoint's address."""
+    if endpoint.address is None:
+        return slice(0)
+    at = [one.number for one in namespaces if as_ipv6(endpoint.address) in one.addresses]
+    mask = table["sport" if end == "src" else "dport"] == endpoint.port
+    return np.asarray(mask & np.isin(table["netns"], at) & _loopback(table, end), dtype=np.bool_)
+
+
+def _loopback(table: SocketTable, end: str) -> NDArray[np.bool_]:
+    """Mark the sockets of which one end is a loopback address."""
+    hi, lo = table[f"{end}_hi"], table[f"{end}_lo"]
+    v4 = (lo & np.uint64(0xFFFFFFFF_FF000000)) == _LOOPBACK_V4
+    return np.asarray((hi == 0) & (v4 | (lo == _LOOPBACK_V6)), dtype=np.bool_)
+
+
+def _to_itself(table: SocketTable) -> NDArray[np.bool_]:
+    """Mark the sockets whose two addresses are one."""
+    return np.asarray((table["dst_hi"] == table["src_hi"]) & (table["dst_lo"] == table["src_lo"]), dtype=np.bool_)
+
+
+def _columns(addresses: Iterable[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return IPv6 addresses as their two halves, a column each."""
+    halved = [(number >> 64, number & 0xFFFFFFFF_FFFFFFFF) for number in addresses]
+    table = np.array(halved, dtype=np.uint64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _mix(hi: NDArray[np.uint64], lo: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return one number for each address. Two of one host's few addresses are as good as never equal."""
+    with np.errstate(over="ignore"):
+        return np.asarray((hi * _MIX) ^ lo, dtype=np.uint64)
 
 
 def halves(address: str) -> tuple[np.uint64, np.uint64]:
@@ -190,13 +240,31 @@ def ages(table: SocketTable, towards_us: NDArray[np.bool_]) -> tuple[NDArray[np.
 def connection_keys(table: SocketTable, *, reverse: bool = False) -> NDArray[np.uint64]:
     """Return a number for each socket's connection; ``reverse`` gives the number its other end has.
 
-    A 64-bit mix of the four-tuple: with 100,000 sockets the chance of two being equal is about 3e-10.
+    A 64-bit mix of the four-tuple: with 100,000 sockets the chance of two being equal is about 3e-10. A connection that
+    loops back has both ends in one network namespace, and an equal one may exist in each: there its number counts too.
     """
     near = ("src_hi", "src_lo", "sport")
     far = ("dst_hi", "dst_lo", "dport")
     key = np.zeros(len(table), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for column in (*far, *near) if reverse else (*near, *far):
-            key = (key ^ table[column].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            key = (key ^ table[column].astype(np.uint64)) * _MIX
+            key ^= key >> np.uint64(29)
+        if table["netns"].any():
+            loops = _loopback(table, "src") | _loopback(table, "dst") | _to_itself(table)
+            key ^= np.where(loops, table["netns"], 0).astype(np.uint64) * _MIX
+    return key
+
+
+def caller_keys(table: SocketTable, end: str, called: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """Return a number for who called which engine: the calling end (``src`` or ``dst`` of the row) and the engine.
+
+    Where the address that was called is translated on the way (a service, a published port) this is what both ends of
+    a connection still agree on.
+    """
+    key = called.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        for column in (f"{end}_hi", f"{end}_lo", "sport" if end == "src" else "dport"):
+            key = (key ^ table[column].astype(np.uint64)) * _MIX
             key ^= key >> np.uint64(29)
     return key

@@ -32,13 +32,17 @@ from tokengap.join.segments import (
     body,
     stays,
 )
-from tokengap.join.sockets import Sides, Tracked, ages, connection_keys, follow, locate, nobody, sides
+from tokengap.join.sockets import Sides, Tracked, ages, caller_keys, connection_keys, follow, locate, nobody, sides
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot
 from tokengap.topology import Topology
 
 #: Seconds after which an upstream request that a hop surely owns and that never had a client is an orphan: it was left
 #: before this exporter started, or within its first beat.
 NEVER_PAIRED_SECONDS = 2.0
+
+#: Beats without a look at the sockets from which on a request that came and went between two looks may have lost its
+#: client: its tokens are then nobody's (unattributed).
+UNSEEN_BEATS = 2.5
 
 #: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
 #: the chunks acknowledges slightly other numbers of bytes than it received.
@@ -136,7 +140,7 @@ def advance(
     both = np.concatenate([snapshot.open, snapshot.closed, nobody()])
     order = np.argsort(both["cookie"], kind="stable")
     both, ended = both[order], order >= len(snapshot.open)
-    side = sides(both, topology)
+    side = sides(both, topology, snapshot.namespaces)
     now = follow(state.track, both, ended, (side.down >= 0) | (side.engine_side >= 0), at)
 
     seg, foreign, edges = _hear_owners(state, owners, now)
@@ -152,7 +156,8 @@ def advance(
     find_clients(seg, now, side, edges, state.ratio, at, blur)
     parent, inner = _links(seg, now)
     seg = end_finished(seg, now, inner, engines, headers, at, topology.interval)
-    believe_brief(seg, engines, edges, at)
+    unseen = state.track is not None and at - state.at > UNSEEN_BEATS * topology.interval
+    believe_brief(seg, engines, edges, at, unseen=unseen)
     seg = _own(seg, at)
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
@@ -233,6 +238,9 @@ def _carriers(
     if direct.any() and upstream.any():
         followed = np.sort(connection_keys(rows[upstream], reverse=True))
         direct[direct] = locate(followed, connection_keys(rows[direct])) < 0
+        if rows["netns"].any():  # between namespaces addresses may be translated
+            followed = np.sort(caller_keys(rows[upstream], "src", side.to_engine[upstream]))
+            direct[direct] = locate(followed, caller_keys(rows[direct], "dst", side.engine_side[direct])) < 0
 
     d_question = np.where(direct, now.d_received, now.d_sent)
     d_answer = np.where(direct, now.d_written, now.d_received)
@@ -354,6 +362,7 @@ def _born(
         base = answer
     born["id"] = state.next_id + np.arange(len(at_rows))
     born["carrier"] = rows["cookie"][at_rows]
+    born["netns"] = rows["netns"][at_rows]
     born["far_end"] = connection_keys(rows[at_rows], reverse=True)
     direct = carriers.direct[at_rows]
     born["down"] = np.where(direct, born["carrier"], 0)

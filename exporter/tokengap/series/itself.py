@@ -94,6 +94,15 @@ EVENTS_LOST = Series(
     read=lambda view: _overall(view.events_lost),
 )
 
+NETNS = Series(
+    name="tokengap_netns",
+    kind="gauge",
+    help="Network namespaces by state: watched (their sockets are read; the exporter's own is one of them), failed "
+    "(asked for with --netns and not there, or not to be read; why stands on the landing page).",
+    labels=("state",),
+    read=lambda view: (Sample((state,), float(count)) for state, count in view.namespaces.items()),
+)
+
 BUILD_INFO = Series(
     name="tokengap_build_info",
     kind="gauge",
@@ -112,5 +121,6 @@ ITSELF = (
     BEATS_DEGRADED,
     ACCOUNTING_MODE,
     EVENTS_LOST,
+    NETNS,
     BUILD_INFO,
 )

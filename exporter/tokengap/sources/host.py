@@ -70,12 +70,15 @@ def packed_address(digits: str | bytes) -> bytes:
     return b"".join(word.to_bytes(4, sys.byteorder) for word in words)
 
 
-def rows_in(*states: int) -> list[Row]:
-    """Return this network namespace's sockets in some states. Raises SourceError where there is no such table."""
+def rows_in(*states: int, net: Path | None = None) -> list[Row]:
+    """Return the sockets in some states of our network namespace, or of that whose ``/proc/PID/net`` is given.
+
+    Raises SourceError where there is no such table.
+    """
     rows: list[Row] = []
     for name in ("tcp", "tcp6"):
         try:
-            with (PROC_NET / name).open("rb") as lines:
+            with ((net or PROC_NET) / name).open("rb") as lines:
                 rows += parse_rows(lines, frozenset(states))
         except FileNotFoundError:
             if name == "tcp":  # tcp6 is missing where IPv6 is switched off

@@ -26,6 +26,7 @@ from tokengap.sources.commandlines import (
     slots_of,
 )
 from tokengap.sources.host import ANY_ADDRESS, Held, Row, Tree, holders, is_own, listens, own_addresses, rows_in
+from tokengap.sources.namespaces import Listening, look_inside
 from tokengap.topology import Endpoint, Engine, Hop, Topology
 
 _REST_FACTOR = 49  # after a walk through /proc, rest this many times as long
@@ -38,11 +39,12 @@ class Processes:
     """Answers the join's questions about socket inodes, and finds engines' slots on their command lines.
 
     ``refresh`` is how often (seconds) listeners and the processes behind them are looked up anew. Walks run in a
-    thread, one at a time; one that outlasts a beat goes on, and its answers come with a later beat.
+    thread, one at a time; one that outlasts a beat goes on, and its answers come with a later beat. ``netns`` are
+    further network namespaces in which hops and engines may listen.
     """
 
-    def __init__(self, *, refresh: float = 30.0) -> None:
-        self._host = _Host(refresh)
+    def __init__(self, *, refresh: float = 30.0, netns: Sequence[str] = ()) -> None:
+        self._host = _Host(refresh, netns)
         self._topology: Topology | None = None
         self._walk: asyncio.Future[_Found] | None = None
         self._slots: Mapping[str, int] = {}
@@ -99,8 +101,8 @@ class _Found:
 class _Host:
     """What is known about this host's processes; used by one thread at a time."""
 
-    def __init__(self, refresh: float) -> None:
-        self._refresh = refresh
+    def __init__(self, refresh: float, netns: Sequence[str]) -> None:
+        self._refresh, self._netns = refresh, netns
         self._topology: Topology | None = None
         self._refresh_due = 0.0
         self._walk_due = 0.0
@@ -144,17 +146,19 @@ class _Host:
     def _survey(self, topology: Topology, inodes: frozenset[int]) -> Held:
         """Look up the processes behind hops and engines, and on the way (through all processes) who holds inodes."""
         tree = Tree()
-        own = own_addresses()
-        rows = rows_in(LISTEN)
+        spaces = look_inside(self._netns)
+        rows = [row for space in spaces for row in space.rows]
         of_hop = {
             hop.name: {row.inode for row in rows if any(listens(row, endpoint) for endpoint in hop.listen)}
             for hop in topology.hops
         }
         here = {
-            engine.name: {e.port for e in engine.endpoints if e.address is None or is_own(e.address, own)}
+            engine.name: {
+                e.port for e in engine.endpoints if e.address is None or any(space.has(e.address) for space in spaces)
+            }
             for engine in topology.engines
         }
-        of_engine = {name: {row.inode for row in rows if row.port in ports} for name, ports in here.items()}
+        of_engine = _listeners_of(topology.engines, spaces)
         wanted = frozenset().union(*of_hop.values(), *of_engine.values())
         held = holders(self._listener_pids & tree.pids, wanted)
         if inodes or wanted - held.pids.keys():
@@ -181,6 +185,30 @@ class _Host:
         all_up = all(of_hop.values()) and all(of_engine[name] for name, ports in here.items() if ports)
         self._refresh_due = time.monotonic() + (self._refresh if all_up else min(self._refresh, _EVERYONE_SECONDS))
         return held
+
+
+def _listeners_of(engines: Sequence[Engine], spaces: Sequence[Listening]) -> dict[str, set[int]]:
+    """Return the inodes of each engine's listeners. A port alone means our own namespace, else one that no other
+    engine has by its address."""
+
+    def at(engine: Engine, spaces: Iterable[Listening], *, addressed: bool) -> set[int]:
+        return {
+            row.inode
+            for space in spaces
+            for endpoint in engine.endpoints
+            if (endpoint.address is not None) == addressed and (endpoint.address is None or space.has(endpoint.address))
+            for row in space.rows
+            if row.port == endpoint.port
+        }
+
+    own, others = spaces[:1], spaces[1:]
+    by_address = {engine.name: at(engine, spaces, addressed=True) for engine in engines}
+    claimed = set().union(*by_address.values())
+    return {
+        engine.name: by_address[engine.name]
+        | (at(engine, own, addressed=False) or at(engine, others, addressed=False) - claimed)
+        for engine in engines
+    }
 
 
 def _union(pids: Mapping[int, frozenset[int]], inodes: Iterable[int]) -> frozenset[int]:

@@ -8,7 +8,8 @@ way            tells                                                     serves
 ``psutil``     states                                                    other systems, for development
 =============  ========================================================  =====================================
 
-The way is chosen once, when :class:`Sockets` is made; :meth:`Sockets.describe` says which, and why.
+The way is chosen once, when :class:`Sockets` is made; :meth:`Sockets.describe` says which, and why. In each further
+network namespace the first two are tried in turn, when it is found (:mod:`~tokengap.sources.elsewhere`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,24 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from tokengap.errors import SourceRefused, SourceUnusable
-from tokengap.readings import SocketSnapshot, SocketTable, Way
+from tokengap.readings import SocketSnapshot, SocketTable, Way, no_sockets
+from tokengap.sources.elsewhere import LOOK_EVERY, Elsewhere, Place
+from tokengap.sources.elsewhere import Reader as OtherReader
+from tokengap.sources.namespaces import why_not_enter
 from tokengap.sources.sock_diag import DestroyEvents, Dumper, Ports, open_link
 from tokengap.sources.socket_fallbacks import OWN_NAMESPACE, read_proc, read_psutil
 from tokengap.topology import Topology
+
+T = TypeVar("T")
 
 #: Errors by which a kernel, a sandbox or a container says: not here, or not you. Others are a bad moment.
 _REFUSALS: Final = frozenset(
@@ -45,7 +53,8 @@ class Sockets:
     """Reads the sockets of the watched ports, again and again.
 
     ``events`` asks for the final counters of sockets that end; where the kernel refuses them the rest goes on, and
-    :meth:`describe` says so. ``way`` forces one of the ways; ``auto`` takes the first that is permitted.
+    :meth:`describe` says so. ``way`` forces one of the ways; ``auto`` takes the first that is permitted. ``netns`` are
+    further network namespaces: pids, paths, or ``all``; they are looked for anew every ``look_every`` seconds.
 
     Bound to no event loop. Snapshots are taken one at a time; a second caller waits for the first.
 
@@ -53,9 +62,17 @@ class Sockets:
         SourceRefused: the forced way is not permitted here.
     """
 
-    def __init__(self, *, events: bool = True, way: Literal["auto"] | Way = "auto") -> None:
+    def __init__(
+        self,
+        *,
+        events: bool = True,
+        way: Literal["auto"] | Way = "auto",
+        netns: Sequence[str] = (),
+        look_every: float = LOOK_EVERY,
+    ) -> None:
         self._lock = threading.Lock()
         self._reader, self._refused = _choose(way, events=events)
+        self._elsewhere = Elsewhere(netns, partial(_read_elsewhere, events=events), every=look_every) if netns else None
 
     def snapshot(self, listening: frozenset[int], targets: frozenset[int]) -> SocketSnapshot:
         """Return the sockets whose local port is in ``listening`` or whose remote port is in ``targets``. Blocks.
@@ -64,8 +81,10 @@ class Sockets:
             SourceRefused: the kernel does not permit it, or no longer.
             SourceUnusable: no whole table came.
         """
+        ports = Ports(listening, targets)
         with self._lock:
-            return self._reader.snapshot(Ports(listening, targets))
+            own = self._reader.snapshot(ports)
+            return own if self._elsewhere is None else self._elsewhere.add(own, ports)
 
     async def read(self, topology: Topology) -> SocketSnapshot:
         """Take a snapshot of the ports of ``topology``, in a thread."""
@@ -75,10 +94,18 @@ class Sockets:
         """Say in one line what serves and why: ``sock_diag, destroy events on``."""
         return "; ".join((self._reader.describe(), *self._refused))
 
+    def limits(self) -> str:
+        """Say in one line what other network namespaces do not tell, empty where they tell everything or are not asked
+        for."""
+        why = why_not_enter() if self._elsewhere is not None else ""
+        return f"netns: {why}; states and queues of their sockets are read from /proc/PID/net, no bytes" if why else ""
+
     def close(self) -> None:
         """Give back what the kernel holds for us."""
         with self._lock:
             self._reader.close()
+            if self._elsewhere is not None:
+                self._elsewhere.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +191,23 @@ def _choose(way: Literal["auto"] | Way, *, events: bool) -> tuple[_Reader, tuple
     return _Psutil(), tuple(refused)
 
 
+def _read_elsewhere(place: Place, *, events: bool) -> OtherReader:
+    """Return the best reader that a namespace other than our own permits."""
+    try:
+        return _SockDiag(events=events, place=place)
+    except SourceRefused:
+        if place.there.net is None:
+            raise
+        return _Proc(place)
+
+
 class _SockDiag:
+    """``place`` is where netlink sockets are opened; they stay there. None is our own namespace."""
+
     way: Way = "sock_diag"
 
-    def __init__(self, *, events: bool) -> None:
+    def __init__(self, *, events: bool, place: Place | None = None) -> None:
+        self._place = place
         self._dumper = Dumper()
         with contextlib.suppress(SourceUnusable), _source_errors():  # a bad moment is no refusal
             self._dump(Ports(frozenset({0}), frozenset()))
@@ -175,7 +215,7 @@ class _SockDiag:
         self.events_refused = "not asked for"
         if events:
             try:
-                self.events = DestroyEvents.open()
+                self.events = self._inside(DestroyEvents.open)
                 self.events_refused = ""
             except OSError as error:
                 self.events_refused = error.strerror or str(error)
@@ -193,10 +233,19 @@ class _SockDiag:
                 rows = rows[~np.isin(rows["cookie"], closed["cookie"])]
             return SocketSnapshot(rows, closed, events=True, lost=self.events.lost)
 
+    def last(self, ports: Ports) -> SocketTable:
+        """Return what closed since then, when there is no more to dump."""
+        with _source_errors():
+            return no_sockets() if self.events is None else self.events.drain(ports)
+
     def _dump(self, ports: Ports) -> SocketTable:
-        # A new netlink socket each time costs 20 us and carries nothing over from a dump that failed.
-        with contextlib.closing(open_link()) as link:
+        # A new netlink socket each time costs 20 us (150 us in another namespace) and carries nothing over from a dump
+        # that failed.
+        with contextlib.closing(self._inside(open_link)) as link:
             return self._dumper.dump(link, ports)
+
+    def _inside(self, do: Callable[[], T]) -> T:
+        return do() if self._place is None else self._place.enter(do)
 
     def describe(self) -> str:
         return f"sock_diag, destroy events {f'off ({self.events_refused})' if self.events_refused else 'on'}"
@@ -209,12 +258,20 @@ class _SockDiag:
 class _Proc:
     way: Way = "proc"
 
-    def __init__(self) -> None:
-        if not (OWN_NAMESPACE / "tcp").exists():
-            raise SourceRefused(f"no {OWN_NAMESPACE}/tcp")
+    def __init__(self, place: Place | None = None) -> None:
+        self._place = place
+        if not (self._net / "tcp").exists():
+            raise SourceRefused(f"no {self._net}/tcp")
+
+    @property
+    def _net(self) -> Path:
+        return OWN_NAMESPACE if self._place is None else self._place.net
 
     def snapshot(self, ports: Ports) -> SocketSnapshot:
-        return SocketSnapshot(read_proc(ports.listening, ports.targets), way=self.way)
+        return SocketSnapshot(read_proc(ports.listening, ports.targets, self._net), way=self.way)
+
+    def last(self, _: Ports) -> SocketTable:
+        return no_sockets()
 
     def describe(self) -> str:
         return "proc, no byte counters"
