@@ -277,7 +277,7 @@ class TestWhatCannotBeTold:
         async with working(1, disable_log_stats=True) as port:
             finding = await look(port)
         assert judged(finding) == ("blind", 3)
-        assert finding.evidence.startswith("no vllm series on the page")
+        assert finding.evidence.startswith("no series of an engine on the page")
 
     async def test_a_server_that_fails(self):
         """HTTP 500 for the page."""

@@ -30,7 +30,7 @@ from tokengap.sources.engine_families import FAMILIES, Family
 from tokengap.topology import Endpoint, Engine
 
 RECORDED = Path(__file__).parent.parent / "recorded"
-PAGES = sorted(RECORDED.glob("*/*.prom"))
+PAGES = sorted(path for path in RECORDED.glob("*/*.prom") if path.parent.name != "dcgm-pages")
 BUSY = (RECORDED / "vllm-0.32.0" / "busy-1.prom").read_bytes()
 RANKS_8 = (RECORDED / "vllm-pages" / "vllm-0.33.0-engines8.prom").read_bytes()
 

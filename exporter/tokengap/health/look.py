@@ -105,7 +105,7 @@ class Look:
         self.restarts = 0
         self._working: Judgement | None = None  # the newest that saw the engine at work
         self._url = url
-        self._source = EngineSource(Engine("engine", url, ()), session, deadline=plan.timeout)
+        self._source = EngineSource(Engine("engine", url, ()), session, deadline=plan.timeout, longest=plan.timeout)
         self._asker: Asker[EnginePage] = Asker("engine")
         self._state = VerdictState(prefilling=plan.prefill_budget is not None)
         self._port: int | None = None

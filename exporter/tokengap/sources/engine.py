@@ -271,16 +271,23 @@ class EngineSource:
 
     ``deadline`` (seconds) is for the whole read, ``max_bytes`` for the page after decompression: info labels have made
     pages of 22 MB (vLLM issue 44691). An engine of a family that makes its page between two steps gets that family's
-    deadline instead; until the family is known, each timeout doubles it, for one that is busy when we come. Raises
-    ValueError for a bad URL.
+    deadline instead; until the family is known, each timeout doubles it up to ``longest``, for one that is busy when we
+    come. Raises ValueError for a bad URL.
     """
 
     def __init__(
-        self, engine: Engine, session: aiohttp.ClientSession, *, deadline: float, max_bytes: int = 8 * 2**20
+        self,
+        engine: Engine,
+        session: aiohttp.ClientSession,
+        *,
+        deadline: float,
+        longest: float = LONGEST_DEADLINE,
+        max_bytes: int = 8 * 2**20,
     ) -> None:
         self.engine = engine
         self._page = MetricsPage(metrics_url(engine.url), session, max_bytes=max_bytes)
         self._deadline = self._first_deadline = deadline
+        self._longest = longest
         self._family: Family | None = None
 
     @property
@@ -294,7 +301,7 @@ class EngineSource:
             answer = await self._page.fetch(self._deadline)
         except SourceTimeout:
             if self._family is None:
-                self._deadline = max(self._first_deadline, min(2 * self._deadline, LONGEST_DEADLINE))
+                self._deadline = max(self._first_deadline, min(2 * self._deadline, self._longest))
             raise
         page = parse_page(answer.body)
         self._family = FAMILY_NAMED[page.family]
