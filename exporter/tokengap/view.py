@@ -182,7 +182,8 @@ class EngineView:
     """One engine after a beat. None: not known in this beat, and not published. ``cost``: None until a GPU is its.
 
     ``family`` is the kind of engine by its page (``vllm``, ``sglang``, ...), empty until a page was read. ``stale``:
-    what the page says of requests is left from before they were aborted; there are none.
+    what the page says of requests is left from before they were aborted; there are none. ``unfinished_tokens`` are
+    those of requests that never finished, by the engine's own counters when it was last at rest.
     """
 
     name: str
@@ -209,6 +210,7 @@ class EngineView:
     restarts_last_hour: int = 0
     family: str = ""
     stale: bool = False
+    unfinished_tokens: float | None = None
 
     @property
     def utilization(self) -> float | None:

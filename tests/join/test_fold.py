@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from join.world import TICK, Person, World
 from tokengap.gpu_readings import Gpu, GpuProcess, GpuSnapshot
 from tokengap.join import start, step
-from tokengap.join.ledger import totals
-from tokengap.readings import Reading, Readings
+from tokengap.join.ledger import Ledger, cross_check, totals
+from tokengap.readings import EnginePage, Reading, Readings
 from tokengap.view import View
 
 
@@ -296,6 +296,27 @@ def test_the_identity_holds_and_no_total_ever_falls(
             assert engine.ghost_steps >= old.ghost_steps
         assert engine.coverage is None or 0 <= engine.coverage <= 1
         before = view
+
+
+@pytest.mark.parametrize("leaks", [None, "edge"])
+def test_the_engines_own_counters_agree(leaks):
+    """At rest, what it generated less what finished requests had is what the cancelled ones left behind: with no leak
+    all that the leavers had; where a proxy reads on all of them finish, and it is 0."""
+    world = World(crowd(), slots=4, leaks=leaks)
+    engine = play(world)[-1].engines[0]
+    assert engine.unfinished_tokens == (0 if leaks else sum(p.generated for p in world.people if p.gone))
+
+
+def test_the_cross_check_counts_from_then_on_and_survives_a_restart():
+    """What aborted requests had before the exporter came is not its own, and new counters are a new base."""
+    counters = [(100, 40), (160, 90), (160, 100), (10, 10), (25, 20)]
+    pages = [EnginePage(running=0, waiting=0, generation_tokens=g, finished_tokens=f) for g, f in counters]
+    book, totals_ = Ledger(), []
+    for page in [pages[0], replace(pages[1], running=1.0), *pages[2:]]:
+        book = cross_check(book, page)
+        totals_.append(book.unfinished)
+    assert totals_ == [0, 0, 0, 0, 5]
+    assert cross_check(Ledger(), EnginePage(running=0.0)).unfinished is None
 
 
 class Metered(World):

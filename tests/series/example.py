@@ -63,6 +63,7 @@ def rich_view() -> View:
             busy_without_tokens=30.0,
         ),
         restarts_last_hour=1,
+        unfinished_tokens=92.0,
     )
     spare = EngineView(
         name='spare "b"\\<b>',

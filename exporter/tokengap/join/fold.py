@@ -191,7 +191,7 @@ def _engine(
         book = ledger.take_back(book, seen.returned[seen.returned["engine"] == index])
     gap = endings.Excess()
     if page is not None:
-        book = ledger.count(book, page)
+        book = ledger.cross_check(ledger.count(book, page), page)
         if own is not None:
             fates, gap = endings.excess(fates, page, own, readings.sockets.at)
     if own is not None:
@@ -254,6 +254,7 @@ def _engine(
         running=says.running if says is not None else None,
         waiting=says.waiting if says is not None else None,
         stale=stale,
+        unfinished_tokens=book.unfinished,
         slots=slots,
         slots_from=slots_from,
         queue_age=age,

@@ -44,8 +44,8 @@ TOKENS_ORPHANED = Series(
 TOKENS_PENDING = Series(
     name="tokengap_tokens_pending",
     kind="gauge",
-    help="Output tokens generated for live clients and not delivered yet: answers that are not streamed, and buffers "
-    "on the path. They become useful or orphaned later.",
+    help="Output tokens generated and not delivered yet, for live clients or for a burst of requests of which it is "
+    "not known yet who left: answers that are not streamed, and buffers on the path. They become useful or orphaned.",
     labels=("engine",),
     read=per_engine(lambda engine: engine.tokens.pending),
 )
@@ -59,4 +59,13 @@ TOKENS_UNATTRIBUTED = Series(
     read=per_engine(lambda engine: engine.tokens.unattributed),
 )
 
-TOKENS = (TOKENS_OUT, TOKENS_USEFUL, TOKENS_ORPHANED, TOKENS_PENDING, TOKENS_UNATTRIBUTED)
+TOKENS_UNFINISHED = Series(
+    name="tokengap_engine_tokens_unfinished_total",
+    kind="counter",
+    help="Output tokens of requests that never finished, by the engine's own counters alone, brought up to date when "
+    "it is at rest. A cross-check of what cancelled streams left behind: it needs no socket, and names nobody.",
+    labels=("engine",),
+    read=per_engine(lambda engine: engine.unfinished_tokens),
+)
+
+TOKENS = (TOKENS_OUT, TOKENS_USEFUL, TOKENS_ORPHANED, TOKENS_PENDING, TOKENS_UNATTRIBUTED, TOKENS_UNFINISHED)
