@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokengap.config import SETTINGS, Settings, load, topology
-from tokengap.config.settings import EngineSettings, HopSettings, Shape
+from tokengap.config.settings import EngineSettings, HaproxySettings, HopSettings, InterfaceSettings, Shape
 from tokengap.config.values import Address, Listen, Seconds, Url
 from tokengap.errors import SettingsError, SourceError
 from tokengap.topology import Endpoint, Engine, Hop, Topology
@@ -547,7 +547,12 @@ def tables() -> str:
         lines.append(
             f"| `{setting.key}` | {flags} | `{setting.variable}` | `{setting.default}` | {setting.shape.meaning} |"
         )
-    for title, kind in (("an engine", EngineSettings), ("a hop", HopSettings)):
+    for title, kind in (
+        ("an engine", EngineSettings),
+        ("a hop", HopSettings),
+        ("an entry of `haproxy_socket`", HaproxySettings),
+        ("an entry of `envoy_admin` or `nginx_status`", InterfaceSettings),
+    ):
         lines += ["", f"In the file {title} has these keys:", "", "| key | takes | meaning |", "| --- | --- | --- |"]
         for declared in msgspec.structs.fields(kind):
             shape = Shape.of(declared.type)

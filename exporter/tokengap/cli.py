@@ -76,7 +76,7 @@ def main() -> None:
 STOP_WITHIN = 5.0
 
 #: What to watch; the other settings are about how.
-SELECTION = ("engines", "hops", "auto", "slots")
+SELECTION = ("engines", "hops", "auto", "slots", "haproxy_socket", "envoy_admin", "nginx_status")
 
 
 def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

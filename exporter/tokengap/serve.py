@@ -13,7 +13,9 @@ import tokengap.join
 from tokengap.beat import Beat, Sources, deadline
 from tokengap.config import Settings, topology
 from tokengap.errors import SettingsError
+from tokengap.series.engines import public_url
 from tokengap.sources.engine import EngineSource, resolve
+from tokengap.sources.proxies import proxy_source
 from tokengap.sources.processes import Discovery, Processes, discover
 from tokengap.sources.sockets import Sockets
 from tokengap.topology import Topology
@@ -57,6 +59,7 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
                 sockets=sockets,
                 engines={engine.name: EngineSource(engine, session, deadline=within) for engine in watched.engines},
                 processes=Processes(),
+                proxies={one.hop: proxy_source(one, session, deadline=within) for one in watched.interfaces},
             )
             beat = asyncio.create_task(
                 Beat(watched, sources, tokengap.join, serving.render_and_publish).run(), name="beat"
@@ -93,6 +96,8 @@ async def serve(settings: Settings, until: asyncio.Event) -> None:
     for hop in watched.hops:
         listen = ",".join(map(str, hop.listen))
         log.info("hop", extra={"hop": hop.name, "listen": listen, "to": ",".join(hop.to)})
+    for one in watched.interfaces:
+        log.info("proxy", extra={"hop": one.hop, "program": one.program, "address": public_url(one.address)})
     async with exporter(settings, watched) as (server, _):
         log.info("serving", extra={"address": server.url + settings.telemetry_path})
         await until.wait()

@@ -24,6 +24,7 @@ from tokengap.config.values import (
     LogLevel,
     Name,
     PagePath,
+    RuntimeSocket,
     Seconds,
     Switch,
     Url,
@@ -84,6 +85,43 @@ class HopSettings(Struct, frozen=True, forbid_unknown_fields=True):
         return {"name": name, "listen": listen}
 
 
+class HaproxySettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The runtime socket of one HAProxy. ``[HOP=]PATH`` says the same in one word."""
+
+    expects: ClassVar = "[HOP=]PATH, or a mapping with socket and, where there are several hops, hop"
+    metavar: ClassVar = "[HOP=]PATH"
+
+    socket: Annotated[
+        RuntimeSocket, "Its `stats socket`: a path, or HOST:PORT. Level `user` will do; `operator` tells queue ages."
+    ]
+    hop: Annotated[Name, "The hop that it is. May be left out where there is only one."] = Name()
+
+    @staticmethod
+    def in_one_word(text: str) -> dict[str, Any]:
+        """Return the mapping that ``[HOP=]PATH`` stands for."""
+        return _of_hop(text, "socket")
+
+
+class InterfaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The page on which one proxy tells about itself. ``[HOP=]URL`` says the same in one word."""
+
+    expects: ClassVar = "[HOP=]URL, or a mapping with url and, where there are several hops, hop"
+    metavar: ClassVar = "[HOP=]URL"
+
+    url: Annotated[Url, "Where it is: Envoy's admin address, or nginx's page of `stub_status`."]
+    hop: Annotated[Name, "The hop that it is. May be left out where there is only one."] = Name()
+
+    @staticmethod
+    def in_one_word(text: str) -> dict[str, Any]:
+        """Return the mapping that ``[HOP=]URL`` stands for."""
+        return _of_hop(text, "url")
+
+
+def _of_hop(text: str, key: str) -> dict[str, Any]:
+    hop, equals, address = text.partition("=")
+    return {"hop": hop, key: address} if equals and "/" not in hop and ":" not in hop else {key: text}
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be set."""
 
@@ -114,6 +152,18 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     events: Annotated[
         bool, "Listen to the kernel for sockets that end. Without it up to one beat of each such socket is missed."
     ] = True
+    haproxy_socket: Annotated[
+        tuple[HaproxySettings, ...],
+        "HAProxy's runtime socket, a path or HOST:PORT: what waits inside it, streams of HTTP/2, clients that left.",
+    ] = ()
+    envoy_admin: Annotated[
+        tuple[InterfaceSettings, ...],
+        "Envoy's admin interface, such as http://127.0.0.1:9901: streams of HTTP/2, what waits inside it, clients that "
+        "left.",
+    ] = ()
+    nginx_status: Annotated[
+        tuple[InterfaceSettings, ...], "nginx's page of `stub_status`: how many requests it has at work."
+    ] = ()
     gpu: Annotated[bool, "Read this host's GPUs where there is an NVIDIA driver."] = True
     dcgm: Annotated[
         Url | None, "A dcgm-exporter to read GPUs from, where no second client of the driver may run. Replaces `gpu`."
