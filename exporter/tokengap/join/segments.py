@@ -46,6 +46,7 @@ SEGMENT = np.dtype(
         ("trial", "?"),  # may yet turn out to be a poll of some page, not a stream: no tokens are credited
         ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
+        ("maybe_left", "?"),  # it never had a client, and one may have come and left before we looked
         ("base_up", "i8"),  # bytes on the carrier before this request
         ("header", "i8"),  # bytes of the header, 0 while not seen on its own
         ("supply", "i8"),  # answer bytes so far, header included
