@@ -189,8 +189,10 @@ class Beat:
             self._sockets.cancel()
             self._processes.cancel()
             self._gpu.cancel()
-            for asker in (*self._pages.values(), *self._proxies.values()):
-                asker.cancel()
+            for page in self._pages.values():
+                page.cancel()
+            for proxy in self._proxies.values():
+                proxy.cancel()
 
     async def once(self, *, late: bool = False) -> View:
         """Read, join and publish once."""

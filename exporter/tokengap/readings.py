@@ -145,8 +145,8 @@ class ProcessTable:
     exporter's own sockets are always among them.
     ``slots`` is ``--max-num-seqs`` times data-parallel size from an engine's command line, by engine name, where it
     stands there. ``families`` are, by engine name, the processes of an engine on this host: those that hold its API's
-    listener, their master and all that descend from it; its GPU work is in one of them. ``unseen`` is, by hop name, what
-    its processes hold that is not TCP.
+    listener, their master and all that descend from it; its GPU work is in one of them. ``unseen`` is, by hop name,
+    what its processes hold that is not TCP.
     """
 
     owners: Mapping[int, str] = field(default_factory=dict)
@@ -159,8 +159,8 @@ class ProcessTable:
 class UnseenSockets:
     """Sockets of one hop's processes that no table of TCP shows. None: not known, the processes may not be looked into.
 
-    ``quic`` are UDP ports at which it takes HTTP/3 clients: those on which it listens with TCP as well. ``unix`` are the
-    paths of unix-domain sockets it is connected *to*, where another process listens.
+    ``quic`` are UDP ports at which it takes HTTP/3 clients: those on which it listens with TCP as well. ``unix`` are
+    the paths of unix-domain sockets it is connected *to*, where another process listens.
     """
 
     quic: tuple[int, ...] | None = None

@@ -15,8 +15,8 @@ from tokengap.config import Settings, topology
 from tokengap.errors import SettingsError
 from tokengap.series.engines import public_url
 from tokengap.sources.engine import EngineSource, resolve
-from tokengap.sources.proxies import proxy_source
 from tokengap.sources.processes import Discovery, Processes, discover
+from tokengap.sources.proxies import proxy_source
 from tokengap.sources.sockets import Sockets
 from tokengap.topology import Topology
 from tokengap.web.routes import make_app

@@ -76,8 +76,8 @@ StreamTable: TypeAlias = NDArray[Any]
 class SourceView:
     """One source after a beat: up or not, how long it took, and in words what serves or what is wrong."""
 
-    source: str  # sockets, engine, processes
-    target: str  # the engine's name; empty for sources of which there is one
+    source: str  # sockets, engine, proxy, processes, gpu
+    target: str  # the engine's or the hop's name; empty for sources of which there is one
     up: bool
     seconds: float
     detail: str
@@ -175,8 +175,8 @@ class GpusView:
 @dataclass(frozen=True, slots=True)
 class ProxyView:
     """What the proxy of a hop tells about itself, as :class:`~tokengap.readings.ProxySnapshot`. None: not told in this
-    beat. ``client_aborts`` and ``resets`` count from when it was first read by this exporter, and never fall. ``stale``:
-    it counts streams although no client is connected and none goes to an engine, a count that leaked."""
+    beat. ``client_aborts`` and ``resets`` count from when this exporter read it first, and never fall. ``stale``: it
+    counts streams although no client is connected and none goes to an engine, a count that leaked."""
 
     hop: str
     program: str

@@ -12,11 +12,13 @@ from tokengap.view import (
     AGE_BOUNDS,
     CLIENTS,
     STREAM,
+    BlindSpotView,
     Cost,
     EngineView,
     GpusView,
     GpuView,
     Price,
+    ProxyView,
     SourceView,
     StreamGroup,
     StreamTable,
@@ -130,6 +132,16 @@ def rich_view() -> View:
         },
         streams=streams,
         gpus=gpus(),
+        proxies=(
+            ProxyView("edge", "haproxy", 6, 2, 3.0, 4.0, 1.0, 1, 3),
+            ProxyView("admit", "nginx", streams=21, stale=True),
+        ),
+        blind_spots=(
+            BlindSpotView("edge", "http2_clients", True, "haproxy has 1 connection of HTTP/2 with 3 streams"),
+            BlindSpotView("edge", "http3_clients", None),
+            BlindSpotView("edge", "unix_upstream", False),
+            BlindSpotView("edge", "load_balancer", False),
+        ),
         price=Price(2.5, "EUR"),
     )
 

@@ -97,7 +97,10 @@ def interfaces(settings: Settings, hops: Sequence[str]) -> Iterator[tuple[KeyPat
             if not hops:
                 yield (key, index), "is of a proxy, and no hop is watched; expected one, such as --hop edge=:8080"
             elif not hop:
-                yield (key, index), f"does not say of which hop it is; expected one of {', '.join(hops)}, and = before it"
+                yield (
+                    (key, index),
+                    f"does not say of which hop it is; expected one of {', '.join(hops)}, and = before it",
+                )
             elif hop not in hops:
                 expected = difflib.get_close_matches(hop, hops, n=1) or hops
                 yield (key, index), f"is of {hop}; expected {' or '.join(expected)}"

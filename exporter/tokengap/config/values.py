@@ -145,7 +145,10 @@ class PagePath(str):
 
     __slots__ = ()
     #: What is served there anyway.
-    taken: ClassVar = ("/", "/api/streams", "/api/engines", "/api/gpus", "/api/sources", "/-/healthy", "/-/ready")
+    taken: ClassVar = (
+        *("/", "/api/streams", "/api/engines", "/api/hops", "/api/gpus", "/api/sources"),
+        *("/-/healthy", "/-/ready"),
+    )
     expects: ClassVar = f"a path such as /metrics, and none of {', '.join(taken)}"
     metavar: ClassVar = "PATH"
 

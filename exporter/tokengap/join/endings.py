@@ -128,8 +128,8 @@ def end(
     answered = ~np.isnan(seg["answered"])
     whole = there & answered & ~np.array(died)
     # Over HTTP/2 a client that stays may have left one of its streams: then the engine finished fewer than ended.
-    shared = np.flatnonzero(whole & seg["shared"] & (page is not None))
-    reset = shared[: max(int(whole.sum()) - max(spare, 0), 0)] if page is not None and page.finished is not None else []
+    unfinished = max(int(whole.sum()) - spare, 0) if page is not None and page.finished is not None else 0
+    reset = np.flatnonzero(whole & seg["shared"])[:unfinished]
     whole[reset] = False
     for i in reset:
         add(int(streams.entered[i]), "cancelled")

@@ -174,9 +174,7 @@ def _share(
             seg["shared"] |= seg["down"] == cookies[row]
 
 
-def _nearest(
-    asked: NDArray[np.float64], rows: NDArray[np.intp], instant: float, tolerance: float
-) -> np.intp | None:
+def _nearest(asked: NDArray[np.float64], rows: NDArray[np.intp], instant: float, tolerance: float) -> np.intp | None:
     """Return which of the sockets was asked nearest to an instant, None where none was within the tolerance."""
     if not len(rows):
         return None

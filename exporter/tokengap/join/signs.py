@@ -86,7 +86,7 @@ def note_leavers(seg: Segments, now: Tracked, side: Sides, at: float, *, events:
 
 
 def signs(talk: Talk, now: Tracked, side: Sides, seg: Segments, held: NDArray[np.int32], hops: int) -> Signs:
-    """Read the signs of this beat. ``held``: the hops of requests that wait inside them. ``hops``: how many there are."""
+    """Read the signs of this beat. ``held``: the hops of requests that wait inside them. ``hops``: their number."""
     rows, cookies = now.rows, now.rows["cookie"]
     facing = (side.down >= 0) & ~now.ended
     multiplexed = np.unique(side.down[facing & np.isin(cookies, talk.frames)])

@@ -502,9 +502,7 @@ def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]
     return seg, ratio
 
 
-def _held(
-    seg: Segments, now: Tracked, side: Sides, at: float, interval: float, murmurs: NDArray[np.uint64]
-) -> Held:
+def _held(seg: Segments, now: Tracked, side: Sides, at: float, interval: float, murmurs: NDArray[np.uint64]) -> Held:
     """Find the requests that wait inside a hop: asked, nothing sent back, and no stream carries them on.
 
     ``murmurs``: sockets on which the newest word was none: a frame of HTTP/2.

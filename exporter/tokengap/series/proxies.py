@@ -21,8 +21,8 @@ def _per_hop(value: Callable[[ProxyView], float | None]) -> Callable[[View], Ite
 PROXY_STREAMS = Series(
     name="tokengap_proxy_streams",
     kind="gauge",
-    help="Requests in flight by the proxy's own count, those it queues and each stream of HTTP/2 included. Of the whole "
-    "proxy; above tokengap_streams where the kernel cannot tell streams apart.",
+    help="Requests in flight by the proxy's own count, those it queues and each stream of HTTP/2 included. Of the "
+    "whole proxy; above tokengap_streams where the kernel cannot tell streams apart.",
     labels=("hop",),
     read=_per_hop(lambda proxy: proxy.streams),
 )
@@ -48,8 +48,8 @@ PROXY_QUEUE_AGE = Series(
 PROXY_CLIENT_ABORTS = Series(
     name="tokengap_proxy_client_aborts_total",
     kind="counter",
-    help="Requests whose client left before the end, as the proxy noticed it, since it was first read by this exporter. "
-    "A client that vanished is noticed about 15 minutes late.",
+    help="Requests whose client left before the end, as the proxy noticed it, since it was first read by this "
+    "exporter. A client that vanished is noticed about 15 minutes late.",
     labels=("hop",),
     read=_per_hop(lambda proxy: proxy.client_aborts),
 )
@@ -82,9 +82,9 @@ PROXY_HTTP2_STREAMS = Series(
 BLIND_SPOT = Series(
     name="tokengap_blind_spot",
     kind="gauge",
-    help="1 where something of a hop cannot be seen, 0 where not, missing where that is not known: http2_clients (requests "
-    "share a connection), http3_clients (UDP), unix_upstream (no TCP towards the engine), load_balancer (clients come "
-    "through something that keeps its connections).",
+    help="1 where something of a hop cannot be seen, 0 where not, missing where that is not known: http2_clients "
+    "(requests share a connection), http3_clients (UDP), unix_upstream (no TCP towards the engine), "
+    "load_balancer (clients come through something that keeps its connections).",
     labels=("hop", "kind"),
     read=lambda view: (
         Sample((spot.hop, spot.kind), float(spot.blind)) for spot in view.blind_spots if spot.blind is not None
