@@ -53,7 +53,7 @@ async def test_three_streams_over_one_connection_of_which_one_is_reset(name: str
             assert blind_spots(view)["http2_clients"] is True
             client.reset(answers[1])
             await watch.until(lambda view: clients(view) == {"connected": 2})
-            for _ in range(6):
+            for _ in range(3):
                 view = await watch.once()
                 assert clients(view) == {"connected": 2}
             if asked:
@@ -95,19 +95,20 @@ async def test_streams_that_come_one_after_another(name: str, tmp_path: Path):
 
 
 @PROGRAMS
-async def test_the_exporter_starts_amid_streams_of_one_connection(name: str, tmp_path: Path):
-    """Their instants are past. None is called an orphan while its client is connected."""
+@ASKED
+async def test_the_exporter_starts_amid_streams_of_one_connection(name: str, asked: bool, tmp_path: Path):
+    """Their instants are past. None is called an orphan while its client is connected, and in the end all are seen."""
     edge = free_port()
     async with engine(max_num_seqs=8, rate=20) as worker:
         proxy = told(name, Wiring(edge, worker, False, tmp_path))
         async with running(proxy.part, tmp_path), http2_client(edge) as client:
             for _ in range(3):
                 await client.got(client.ask(max_tokens=2000), tokens=5)
-            async with watching(replace(topology(edge, worker), interfaces=(proxy.interface,))) as watch:
-                for _ in range(8):
-                    await watch.once()
+            interfaces = (proxy.interface,) if asked else ()
+            async with watching(replace(topology(edge, worker), interfaces=interfaces)) as watch:
+                await watch.until(lambda view: clients(view) == {"connected": 3} and len(watch.views) > 6)
                 assert max(map(orphans, watch.views)) == 0
-                assert watch.views[-1].proxies[0].streams == 3
+                assert [proxy.streams for proxy in watch.views[-1].proxies] == ([3] if asked else [])
                 assert sum(watch.views[-1].engines[0].tokens.orphaned.values()) == 0
 
 

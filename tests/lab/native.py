@@ -27,7 +27,9 @@ def _envoy(text: str, _: Wiring, status: int) -> str:
 
 
 def _nginx(text: str, _: Wiring, status: int) -> str:
-    page = f"    server {{\n        listen {LOOPBACK}:{status};\n        location = /status {{ stub_status; }}\n    }}\n"
+    page = (
+        f"    server {{\n        listen {LOOPBACK}:{status};\n        location = /status {{ stub_status; }}\n    }}\n"
+    )
     return _with(_with(text, "    server {\n", f"{page}    server {{\n"), "backlog=16384", "backlog=16384 http2")
 
 

@@ -124,10 +124,9 @@ class _Host:
     def look(self, topology: Topology, missing: frozenset[int]) -> _Found:
         """Find the owners of inodes: first among the processes of hops, then, if it is time, among all."""
         began = time.monotonic()
+        found_for = self._topology
         if topology != self._topology or began >= self._refresh_due:
             self._survey(topology, frozenset())
-        if topology.hops and time.monotonic() >= self._unseen_due:
-            self._look_beyond_tcp(topology)
         owners: dict[int, str] = {}
         if missing:
             held = holders(self._hop_of, missing)
@@ -142,6 +141,8 @@ class _Host:
                 owners |= dict.fromkeys(missing - held.pids.keys(), "")
             took = time.monotonic() - ended
             self._everyone_due = ended + took + max(_EVERYONE_SECONDS, _REST_FACTOR * took)
+        if topology.hops and (topology != found_for or time.monotonic() >= self._unseen_due):
+            self._look_beyond_tcp(topology)
         return _Found(topology, owners, dict(self._slots), dict(self._families), dict(self._unseen))
 
     def _look_beyond_tcp(self, topology: Topology) -> None:
