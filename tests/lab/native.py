@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,3 +62,46 @@ def told(name: str, wiring: Wiring) -> Told:
     part = proxy.part(wiring)
     ports = part.ports if name == "haproxy" else (*part.ports, status)
     return Told(replace(part, ports=ports), ProxyInterface("edge", name, address(wiring.directory, status)))
+
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "haproxy-2.6"
+
+Answer = Callable[[str], Awaitable[bytes]]
+
+
+@asynccontextmanager
+async def runtime_socket(path: Path, answer: Answer) -> AsyncIterator[list[str]]:
+    """Serve something like HAProxy's runtime socket: one line asked, one answer, the end."""
+    asked: list[str] = []
+    serving: list[asyncio.Task[None]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.append(asyncio.current_task())
+        try:
+            asked.append((await reader.readline()).decode().strip())
+            writer.write(await answer(asked[-1]))
+        finally:
+            writer.close()
+
+    server = await asyncio.start_unix_server(serve, path)
+    try:
+        yield asked
+    finally:
+        server.close()
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+
+def answers(*, sessions: bytes | None = None, stat: bytes | None = None) -> Answer:
+    """Return what HAProxy said with six streams, of which two wait; or what is given."""
+
+    async def answer(command: str) -> bytes:
+        if command == "show info":
+            return (RECORDED / "info.txt").read_bytes()
+        if command == "show stat":
+            return (RECORDED / "stat-h2.csv").read_bytes() if stat is None else stat
+        assert command == "show sess all"
+        return (RECORDED / "sess-h2.txt").read_bytes() if sessions is None else sessions
+
+    return answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import string
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -15,6 +15,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.native import answers, runtime_socket
 from lab.serving import served
 from tokengap.errors import SourceError, SourceRefused, SourceTimeout, SourceUnusable
 from tokengap.lab.parts import LOOPBACK, free_port
@@ -202,39 +203,6 @@ def test_what_is_no_age(text: str):
 
 
 # --- the sources ----------------------------------------------------------------------------------------------------
-
-Answer = Callable[[str], Awaitable[bytes]]
-
-
-@asynccontextmanager
-async def runtime_socket(path: Path, answer: Answer) -> AsyncIterator[list[str]]:
-    """Serve something like HAProxy's runtime socket: one line asked, one answer, the end."""
-    asked: list[str] = []
-    serving: list[asyncio.Task[None]] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving.append(asyncio.current_task())
-        try:
-            asked.append((await reader.readline()).decode().strip())
-            writer.write(await answer(asked[-1]))
-        finally:
-            writer.close()
-
-    server = await asyncio.start_unix_server(serve, path)
-    try:
-        yield asked
-    finally:
-        server.close()
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
-
-
-def answers(sessions: bytes = SESSIONS.encode(), stat: bytes = STAT.encode()) -> Answer:
-    async def answer(command: str) -> bytes:
-        return {"show info": INFO.encode(), "show stat": stat, "show sess all": sessions}[command]
-
-    return answer
 
 
 async def test_haproxy_is_asked(tmp_path: Path):
