@@ -180,6 +180,7 @@ def test_what_the_proxy_says_of_its_clients_counts():
     """Requests without a client of their own, which would be orphans, are not while it has clients on HTTP/2."""
     bench = Bench()
     bench.proxy = ProxySnapshot("envoy", streams=2, connections=1, h2_connections=1, h2_streams=2)
+    bench.beat()
     ups = [bench.upstream(), bench.upstream()]
     for _ in range(5):
         for up in ups:
@@ -193,6 +194,25 @@ def test_what_the_proxy_says_of_its_clients_counts():
             bench.feed(up, None)
         view = bench.beat()
     assert clients(view) == ["gone", "gone"]
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_what_was_there_before_the_exporter(speaks: bool):
+    """Two requests, one client. If it sends a frame within ten seconds, it is the client of both; else one is an orphan
+    that the exporter missed the beginning of."""
+    bench = Bench()
+    down, ups = bench.client(), [bench.upstream()]
+    bench.now += 1.0
+    down.recv_at = bench.now
+    ups.append(bench.upstream())
+    for n in range(14):
+        for up in ups:
+            bench.feed(up, down)
+        if speaks and n == 6:
+            bench.says(down, FRAME)
+        view = bench.beat()
+        assert n > 9 or no_orphan(bench)
+    assert sorted(clients(view)) == ["connected", "connected" if speaks else "gone"]
 
 
 # --- HTTP/3, unix-domain sockets, load balancers --------------------------------------------------------------------
@@ -214,6 +234,7 @@ def test_clients_on_http3_have_no_socket_here(unseen, told, blind):
     the hop takes such clients, its own processes could not be looked into either."""
     bench = Bench()
     bench.unseen, bench.proxy = unseen, told
+    bench.beat()
     up = bench.upstream()
     for _ in range(6):
         bench.feed(up, None)

@@ -41,6 +41,10 @@ from tokengap.topology import Topology
 #: before this exporter started, or within its first beat.
 NEVER_PAIRED_SECONDS = 2.0
 
+#: The same for requests that were there before the exporter: their instants do not tell whether clients share a
+#: connection (HTTP/2), the frames that these send meanwhile will.
+NEVER_PAIRED_BEFORE_SECONDS = 10.0
+
 #: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
 #: the chunks acknowledges slightly other numbers of bytes than it received.
 REFRAMING = 0.03
@@ -62,6 +66,7 @@ class StreamState:
     headers: NDArray[np.int64]  # size of the header that each engine sends before the first token, 0 not known
     questions: frozenset[int]  # inodes of carriers whose owner would settle something
     talk: Talk = field(default_factory=Talk)
+    began: float = 0.0  # the first beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,8 @@ def advance(
     parent, inner = _links(seg, now)
     seg = end_finished(seg, now, inner, engines, headers, at, topology.interval)
     believe_brief(seg, engines, edges, at)
-    seg = _own(seg, at, blind.union(side.down[np.isin(now.rows["cookie"], talk.frames)].tolist()))
+    began = at if state.track is None else state.began
+    seg = _own(seg, at, began, blind.union(side.down[np.isin(now.rows["cookie"], talk.frames)].tolist()))
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
     seg, ratio = _deliver(seg, path, now, state.ratio)
@@ -181,6 +187,7 @@ def advance(
         headers=headers,
         questions=questions,
         talk=talk,
+        began=began,
     )
     held = _held(seg, now, side, at, topology.interval, talk.murmurs)
     seen = signs(talk, now, side, seg, held.hop, len(topology.hops))
@@ -392,7 +399,7 @@ def _born(
     return np.concatenate([seg, born]), state.next_id + len(at_rows)
 
 
-def _own(seg: Segments, at: float, blind: frozenset[int]) -> Segments:
+def _own(seg: Segments, at: float, began: float, blind: frozenset[int]) -> Segments:
     """Decide about upstream requests that never had a client: the hop's orphan, or not known.
 
     ``blind``: hops with clients on HTTP/2 or 3. There "no socket of its own" proves nothing, and what was taken for an
@@ -401,7 +408,8 @@ def _own(seg: Segments, at: float, blind: frozenset[int]) -> Segments:
     flying = np.isnan(seg["ended"])
     alone = flying & (seg["down"] == 0) & (seg["owner"] == OWNED)
     unknown = np.isin(seg["hop"], list(blind))
-    left = alone & ~unknown & (at - seg["asked"] > NEVER_PAIRED_SECONDS)
+    patience = np.where(seg["born"] <= began, began - seg["asked"] + NEVER_PAIRED_BEFORE_SECONDS, NEVER_PAIRED_SECONDS)
+    left = alone & ~unknown & (at - seg["asked"] > patience)
     seg["client"] = np.where(left, GONE, np.where(alone & unknown, UNSEEN, seg["client"]))
     seg["gone"] = np.where(left & np.isnan(seg["gone"]), at, seg["gone"])
     # What keeps answering without being asked again is a stream, not a poll.
