@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from lab.native import told
 from lab.serving import engine, gateway
 from lab.watch import blind_spots, clients, watching
 from test_http2 import orphans, topology
@@ -117,3 +120,98 @@ async def test_users_of_their_own_are_no_load_balancer(tmp_path: Path):
                     await watch.until(lambda view: clients(view) == {})
             await watch.until(lambda view: None not in blind_spots(view).values())
             assert not any(blind_spots(watch.views[-1]).values())
+
+
+def quic_listener(port: int, directory: Path) -> str:
+    """A listener for HTTP/3 at a UDP port, before the clusters of the lab's Envoy."""
+    openssl = shutil.which("openssl")
+    assert openssl, "openssl is not installed: apt-get install openssl"
+    request = (openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
+    names = ("-subj", "/CN=edge", "-addext", "subjectAltName=DNS:edge")  # without the latter Envoy calls nobody
+    files = ("-keyout", "key.pem", "-out", "cert.pem")
+    subprocess.run((*request, *names, *files), cwd=directory, check=True, capture_output=True)
+    tls = f"{{certificate_chain: {{filename: {directory}/cert.pem}}, private_key: {{filename: {directory}/key.pem}}}}"
+    return f"""\
+  - name: quic
+    address: {{socket_address: {{protocol: UDP, address: {LOOPBACK}, port_value: {port}}}}}
+    udp_listener_config: {{quic_options: {{}}}}
+    filter_chains:
+    - transport_socket:
+        name: envoy.transport_sockets.quic
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.transport_sockets.quic.v3.QuicDownstreamTransport
+          downstream_tls_context: {{common_tls_context: {{tls_certificates: [{tls}]}}}}
+      filters:
+      - name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: quic
+          codec_type: HTTP3
+          stream_idle_timeout: 0s
+          http3_protocol_options: {{}}
+          http_filters:
+          - name: envoy.filters.http.router
+            typed_config:
+              "@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router
+          route_config:
+            virtual_hosts:
+            - name: engine
+              domains: ["*"]
+              routes:
+              - match: {{prefix: "/"}}
+                route: {{cluster: engine, timeout: 0s}}
+"""
+
+
+#: What makes the lab's Envoy call what is behind it by HTTP/3: the client of the test.
+CALLS_BY_QUIC = """\
+    transport_socket:
+      name: envoy.transport_sockets.quic
+      typed_config:
+        "@type": type.googleapis.com/envoy.extensions.transport_sockets.quic.v3.QuicUpstreamTransport
+        upstream_tls_context: {sni: edge}
+    typed_extension_protocol_options:
+      envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
+        "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
+        explicit_http_config: {http3_protocol_options: {}}
+"""
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "sockets-alone"])
+async def test_clients_on_http3(asked: bool, tmp_path: Path):
+    """Envoy takes them at its UDP port: its requests to the engine have no client here, and none of them is an
+    orphan. What they got is unattributed. The client is another Envoy."""
+    edge, front = free_port(), free_port()
+    async with engine(max_num_seqs=8, rate=20) as worker:
+        here, there = tmp_path / "here", tmp_path / "there"
+        here.mkdir()
+        there.mkdir()
+        proxy = told("envoy", Wiring(edge, worker, False, here))
+        config = here / "envoy.yaml"
+        config.write_text(config.read_text().replace("  clusters:\n", f"{quic_listener(edge, here)}  clusters:\n"))
+        client = PROXIES["envoy"].part(Wiring(front, edge, False, there))
+        config = there / "envoy.yaml"
+        config.write_text(
+            config.read_text().replace("    load_assignment:\n", f"{CALLS_BY_QUIC}    load_assignment:\n")
+        )
+        watched = replace(topology(edge, worker), interfaces=(proxy.interface,) if asked else ())
+        async with (
+            running(proxy.part, here),
+            running(replace(client, name="client"), there),
+            watching(watched) as watch,
+        ):
+            await watch.once()
+            async with visits(front, *[User(f"u{n}", max_tokens=2000) for n in range(3)]):
+                await watch.until(lambda view: view.engines[0].running == 3)
+                view = await watch.until(lambda view: blind_spots(view)["http3_clients"] is True)
+                for _ in range(6):
+                    view = await watch.once()
+                assert max(map(orphans, watch.views)) == 0
+                if asked:
+                    assert view.proxies[0].streams == 3
+            view = await watch.until(lambda view: view.engines[0].running == 0)
+            for _ in range(4):
+                view = await watch.once()
+            tokens = view.engines[0].tokens
+            assert (sum(tokens.orphaned.values()), tokens.useful) == (0, 0)
+            assert tokens.unattributed + tokens.pending == pytest.approx(tokens.out)

@@ -470,6 +470,7 @@ async def test_landing_page(serve: Serve) -> None:
     assert {"script", "b"}.isdisjoint(outline.tags)
     for shown in (
         *("worker", "busy", "1 running, 2 waiting", "16,092", "992", "6.8 s", "interactive 1.2 s"),
+        *("haproxy", "nginx: its count has leaked", "http2_clients", "1 connection of HTTP/2 with 3 streams"),
         *("<script>alert(1)</script>", 'spare "b"\\<b>', "not known", "connection refused", "Accounting: exact"),
     ):
         assert shown in outline.text
