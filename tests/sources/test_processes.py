@@ -313,6 +313,25 @@ async def test_answers_are_kept_while_asked_for_and_then_forgotten(monkeypatch: 
     assert told(await source.read(topology, asked), asked) != {downstream: "edge"}
 
 
+@pytest.mark.parametrize("watches_a_hop", [True, False])
+async def test_nothing_is_looked_through_without_need(watches_a_hop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is known who listens, beats without a question walk through nothing for seconds."""
+    walks = []
+    look = processes._Host.look
+
+    def count(*arguments):
+        walks.append(arguments)
+        return look(*arguments)
+
+    monkeypatch.setattr(processes._Host, "look", count)
+    source = Processes()
+    with started() as edge:
+        topology = behind(*([("edge", edge.port)] if watches_a_hop else []))
+        for _ in range(20):
+            await source.read(topology, frozenset())
+    assert len(walks) == 1
+
+
 async def test_our_own_sockets_are_told_unasked() -> None:
     """The exporter reads an engine's page where streams go, and must not take its own connection for one."""
     with socket.socket() as own:

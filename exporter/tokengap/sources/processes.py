@@ -118,8 +118,8 @@ class _Host:
 
     def due(self, now: float, topology: Topology, missing: frozenset[int]) -> bool:
         """Tell whether a walk is worth its cost now."""
-        due = now >= min(self._refresh_due, self._unseen_due) or (bool(missing) and now >= self._walk_due)
-        return topology != self._topology or due
+        looks_anew = now >= self._refresh_due or (bool(topology.hops) and now >= self._unseen_due)
+        return topology != self._topology or looks_anew or (bool(missing) and now >= self._walk_due)
 
     def look(self, topology: Topology, missing: frozenset[int]) -> _Found:
         """Find the owners of inodes: first among the processes of hops, then, if it is time, among all."""
