@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lab.serving import at_rest, engine
 from lab.watch import blind_spots, clients, watching
 from tokengap.lab.parts import LOOPBACK, free_port, running
 from tokengap.lab.proxies import Wiring
+from tokengap.lab.users import User, Visit
 from tokengap.topology import Endpoint, Engine, Hop, Topology
 
 pytestmark = pytest.mark.e2e
@@ -170,3 +172,22 @@ async def test_a_proxy_that_is_restarted_counts_on(tmp_path: Path):
             async with running(proxy.part, tmp_path):
                 await leave_one()
                 assert watch.views[-1].proxies[0].client_aborts == 3
+
+
+async def test_beside_them_an_orphan_is_one(tmp_path: Path):
+    """A user on HTTP/1 waits, leaves, and HAProxy holds on until the engine sends its next bytes: that is seen, with
+    clients on HTTP/2 at the same hop."""
+    edge = free_port()
+    async with engine(max_num_seqs=2, rate=20) as worker:
+        proxy = told("haproxy", Wiring(edge, worker, True, tmp_path))
+        watched = replace(topology(edge, worker), interfaces=(proxy.interface,))
+        async with running(proxy.part, tmp_path), watching(watched) as watch, http2_client(edge) as client:
+            await watch.once()
+            await client.got(*[client.ask(max_tokens=2000) for _ in range(2)], tokens=3)
+            await watch.until(lambda view: clients(view) == {"connected": 2})
+            waits = asyncio.create_task(Visit(User("h1", max_tokens=100, leave_at=2.5), edge).run())
+            await watch.until(lambda view: clients(view) == {"connected": 3})
+            assert (await waits).how == "left"
+            view = await watch.until(lambda view: clients(view) == {"connected": 2, "gone": 1})
+            assert view.streams["leaks_at"].tolist().count(0) == 1
+            assert view.proxies[0].streams == 3
