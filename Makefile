@@ -36,16 +36,20 @@ parts: ## the real programs that tests start: nginx, HAProxy, Prometheus (Debian
 
 .PHONY: test
 test: parts $(VENV)/dev.stamp ## set up and run all tests but the long ones
-	$(BIN)/pytest -m "not long"
+	$(BIN)/pytest -m "not long and not gpu"
 
 .PHONY: test-unit
 test-unit: $(VENV)/dev.stamp ## only the tests that start no other program
-	$(BIN)/pytest -m "not long and not e2e"
+	$(BIN)/pytest -m "not long and not gpu and not e2e"
 
 .PHONY: test-long
 test-long: parts $(VENV)/dev.stamp ## the tests that take minutes, and a search for new examples of properties
 	$(BIN)/pytest -m long --timeout 1800
-	$(BIN)/pytest -m "not long and not e2e" --hypothesis-profile search --timeout 1800
+	$(BIN)/pytest -m "not long and not gpu and not e2e" --hypothesis-profile search --timeout 1800
+
+.PHONY: test-gpu
+test-gpu: $(VENV)/dev.stamp ## the reader on a real NVIDIA GPU, and what each of its values said
+	$(BIN)/pytest -m gpu -rA -s tests/gpu
 
 .PHONY: check
 check: $(VENV)/dev.stamp ## format, lint, types, layers, then the tests

@@ -1,8 +1,15 @@
 """tokengap: a Prometheus exporter that joins proxy sockets and engine counters of streaming LLM inference."""
 
-from importlib.metadata import PackageNotFoundError, version
+__version__: str
 
-try:
-    __version__ = version("tokengap")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0.0.0"
+
+def __getattr__(name: str) -> str:
+    """Look the version up when it is asked for: what that imports is half of the start of the GPU reader."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tokengap")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "0.0.0"

@@ -218,6 +218,8 @@ class Beat:
                 *(self._proxies[hop].ask(source.read, within) for hop, source in self._sources.proxies.items())
             ),
         )
+        for warning in gpus.value.warnings if gpus is not None and gpus.value is not None else ():
+            log.warning(warning, extra={"source": "gpu"})
         if sockets.value is not None:  # its ages are those of the middle of the dump
             sockets = Reading(sockets.at - sockets.took / 2, sockets.took, sockets.value)
         return Readings(

@@ -2,7 +2,8 @@
 no more of tokengap, and sends it as JSON, one snapshot a line.
 
 A field that the device, the driver or a permission does not give is None, and ``Gpu.unsupported`` says why; it is never
-0, never NaN and no error of the device.
+0, never NaN and no error of the device. One that was given before and is missing from one cycle is None, and not in
+``Gpu.unsupported``.
 """
 
 from __future__ import annotations

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 
 import tokengap.join
-from tokengap.beat import Beat, Sources, deadline
+from tokengap.beat import Beat, GpuSource, Sources, deadline
 from tokengap.config import Settings, topology
 from tokengap.errors import SettingsError
 from tokengap.series.engines import public_url
+from tokengap.sources.dcgm import DcgmPage
 from tokengap.sources.engine import EngineSource, resolve
+from tokengap.sources.gpu import NvmlReader
 from tokengap.sources.processes import Discovery, Processes, discover
 from tokengap.sources.proxies import proxy_source
 from tokengap.sources.sockets import Sockets
@@ -24,6 +26,9 @@ from tokengap.web.server import Server, parse_listen
 from tokengap.web.serving import Serving
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two readings of the GPUs at the shortest: their driver's own values are not newer.
+GPU_INTERVAL = 1.0
 
 
 async def look(settings: Settings) -> tuple[Topology, Discovery | None]:
@@ -53,13 +58,20 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     await server.start(*parse_listen(settings.listen))
     sockets = Sockets(events=settings.events)
     try:
-        async with aiohttp.ClientSession() as session:
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(aiohttp.ClientSession())
             within = deadline(settings.interval)
+            gpu: GpuSource | None = None
+            if settings.dcgm is not None:
+                gpu = DcgmPage(settings.dcgm, session, deadline=within)
+            elif settings.gpu:
+                gpu = await stack.enter_async_context(NvmlReader(interval=max(settings.interval, GPU_INTERVAL)))
             sources = Sources(
                 sockets=sockets,
                 engines={engine.name: EngineSource(engine, session, deadline=within) for engine in watched.engines},
                 processes=Processes(),
                 proxies={one.hop: proxy_source(one, session, deadline=within) for one in watched.interfaces},
+                gpu=gpu,
             )
             beat = asyncio.create_task(
                 Beat(watched, sources, tokengap.join, serving.render_and_publish).run(), name="beat"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -180,6 +181,38 @@ def test_answers_that_are_not_streamed_are_pending_until_they_come(leaks):
     assert sum(tokens.orphaned.values()) == pytest.approx(truth["gap"], abs=0.05 * truth["out"])
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("leaks", [None, "edge", "engine"])
+def test_a_burst_that_is_not_streamed_is_shared_as_it_was(slots, leaks):
+    """Twenty requests at one instant, which go on in an order that nobody sees, with answers of 40 to 160 tokens: once
+    they have come, each has the tokens that the engine counted for it, and its own client. Over a few such bursts the
+    error is 4 % of tokens out at most, and where nothing leaks next to none."""
+    errors = []
+    for seed in (0, 1, 5, 6):
+        chance = random.Random(seed)
+        people = crowd()
+        for person in people:
+            person.stream, person.tokens = False, chance.randint(40, 160)
+        world = World(people, slots=slots, leaks=leaks, shuffle=seed)
+        tokens, truth = play(world)[-1].engines[0].tokens, world.truth
+        assert tokens.pending == pytest.approx(0, abs=0.01 * truth["out"])
+        assert tokens.unattributed == pytest.approx(0, abs=0.5)
+        errors.append(abs(sum(tokens.orphaned.values()) - truth["gap"]) / truth["out"])
+    assert sum(errors) / len(errors) < (0.02 if leaks is None else 0.04), errors
+
+
+def test_tokens_of_a_leaver_are_pending_while_they_may_be_anothers():
+    """Two requests at one instant, one slot, and one of them leaves: while neither has an answer nobody can know whose
+    the tokens are, so none is called orphaned; with the first answer all of them are known."""
+    people = [Person(0.5, 200, 1.5, stream=False), Person(0.5, 200, None, stream=False)]
+    world = World(people, slots=1, leaks="edge")
+    views = play(world)
+    first = next(i for i, view in enumerate(views) if view.engines[0].tokens.orphaned)
+    before = views[first - 1].engines[0].tokens
+    assert 100 < before.pending == before.out < 200
+    assert views[-1].engines[0].tokens.orphaned == {"edge": pytest.approx(200)}
+
+
 def test_an_exporter_that_starts_amid_traffic_counts_from_then_on():
     """Streams that began before the first beat are paired by their instants; what came before is not claimed."""
     world = World(crowd(tokens=300), slots=4, leaks="edge")
@@ -194,7 +227,7 @@ def test_an_exporter_that_starts_amid_traffic_counts_from_then_on():
 
 person = st.builds(
     Person,
-    asks=st.floats(0, 8),
+    asks=st.floats(0, 8) | st.floats(0, 0.2),  # in a burst every other time
     tokens=st.integers(1, 150),
     leaves=st.none() | st.floats(0.05, 4),
     how=st.sampled_from(["fin", "vanish", "half-close"]),
@@ -213,16 +246,25 @@ person = st.builds(
     local=st.booleans(),
     polls=st.sampled_from([0, 45_000]),
     header_first=st.booleans(),
+    shuffle=st.none() | st.integers(0, 99),
     events=st.booleans(),
     failures=st.dictionaries(st.integers(0, 25), st.sampled_from(["sockets", "worker", "restart", "both"]), max_size=6),
 )
 def test_the_identity_holds_and_no_total_ever_falls(
-    people, slots, leaks, chain, pool, local, polls, header_first, events, failures
+    people, slots, leaks, chain, pool, local, polls, header_first, shuffle, events, failures
 ):
     """out = useful + orphaned + pending + unattributed after every beat, no part below zero, no total falling, whatever
     users do, whatever leaks, and whichever source fails or restarts when."""
     world = World(
-        people, slots=slots, leaks=leaks, chain=chain, pool=pool, local=local, polls=polls, header_first=header_first
+        people,
+        slots=slots,
+        leaks=leaks,
+        chain=chain,
+        pool=pool,
+        local=local,
+        polls=polls,
+        header_first=header_first,
+        shuffle=shuffle,
     )
     state, before, offset = start(world.topology), None, 0.0
     for i, readings in enumerate(world.beats(40, events=events)):

@@ -147,6 +147,15 @@ def test_when_nothing_can_be_read_values_are_dropped_and_identity_stays(reason):
     assert not used
 
 
+def test_values_that_do_not_change_any_more_are_dropped():
+    """A dcgm-exporter that hangs serves its last page for ever: two and a half minutes of it are enough."""
+    row = gpu(10, power=600.0)
+    fresh = replace(beat(160, [row]), gpu=Reading(160, value=GpuSnapshot("ok", at=10, way="dcgm", gpus=(row,))))
+    assert play(fresh)[0].reason == "ok"
+    view, _ = play(fresh, replace(fresh, at=161.0, wall=WALL + 161))
+    assert (view.reason, view.detail, view.gpus[0].row.power) == ("hung", "the same values for 151 s", None)
+
+
 def test_a_source_that_raised_is_a_reason_too():
     """A failed read is no view of an idle host."""
     readings = replace(beat(1), gpu=Reading(1.0, error="bug"))

@@ -10,7 +10,8 @@ from tokengap.join.ledger import totals
 
 #: What the recordings need more than the usual 1 % of tokens out, and why.
 BARS = {
-    "naive-not-streamed": 0.05,  # nothing is delivered before the end: shared by time; other runs err more, see README
+    "naive-not-streamed": 0.05,  # nothing is delivered before the end: the bar of the design
+    "naive-not-streamed-burst": 0.05,  # the same, with all requests within 4 ms, and twice an answer amid a dump
     "haproxy-holds-on": 0.015,  # HAProxy resets its side, and the kernel wipes the counters of a socket that does
 }
 
@@ -45,6 +46,11 @@ def test_the_leak_is_named_where_it_is(name):
     assert set(by_hop) <= {truth["leaks_at"]}
 
 
+#: By how many streams endings may be mistaken for each other, where by more than one: an answer that came amid a dump
+#: shows at its upstream socket and not yet at its client, and nothing else tells the clients of a burst apart.
+MISTAKEN = {"naive-not-streamed-burst": 3}
+
+
 @pytest.mark.parametrize("name", [name for name in replay.names() if "holds-on" not in name])
 def test_every_stream_is_counted_once_by_how_it_ended(name):
     """Some users stayed and some left: completed, and cancelled or orphaned, in these numbers. Within one: the last
@@ -54,7 +60,7 @@ def test_every_stream_is_counted_once_by_how_it_ended(name):
     counts = {}
     for (_, _, how), n in view.endings.items():
         counts[how] = counts.get(how, 0) + n
-    assert counts.get("completed", 0) == pytest.approx(stayed, abs=1)
+    assert counts.get("completed", 0) == pytest.approx(stayed, abs=MISTAKEN.get(name, 1))
     assert sum(counts.values()) == pytest.approx(len(truth["how"]), abs=1)
 
 

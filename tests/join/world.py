@@ -6,6 +6,7 @@ users, one proxy and one engine, and keeps the truth. No real time passes, so hy
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -117,7 +118,8 @@ class World:
     CLOSE-WAIT), "engine" (generates on for closed connections), or None. ``pool``: upstream connections are kept and
     used again. ``header_first``: the answer's header comes with the acceptance, not with the first token, as from vLLM.
     ``local``: the engine is on this host, so its accepted sockets are seen too. ``polls``: bytes of a page
-    that something on this host fetches from the engine twice a second over one connection.
+    that something on this host fetches from the engine twice a second over one connection. ``shuffle``: a seed; the
+    requests of one burst go on from the proxy, and into the engine's queue, in another order than they came.
     """
 
     people: list[Person]
@@ -133,9 +135,11 @@ class World:
     header: int = 180
     header_first: bool = True
     skew: float = 0.01
+    shuffle: int | None = None
     now: float = 1000.0
     generated: int = 0
     finished: int = 0
+    finished_tokens: int = 0
     closed: list[Sock] = field(default_factory=list)
     cookies: int = 1
     ports: int = 40000
@@ -145,6 +149,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.start = self.now
+        self.order = list(self.people)
+        if self.shuffle is not None:
+            random.Random(self.shuffle).shuffle(self.order)
+        self.place = {id(person): n for n, person in enumerate(self.order)}
         self.topology = Topology(
             engines=(Engine("worker", f"http://127.0.0.1:{WORKER}", (Endpoint(None, WORKER),)),),
             hops=(
@@ -174,9 +182,12 @@ class World:
         if self.polls:
             self._poll()
         clock = self.now - self.start
+        asking = [p for p in self.people if p.up is None and not p.dropped and clock >= p.asks]
+        for person in asking:
+            self._arrive(person)
+        for person in sorted(asking, key=lambda p: self.place[id(p)]):
+            self._ask(person)
         for person in self.people:
-            if person.up is None and not person.dropped and clock >= person.asks:
-                self._ask(person)
             stays = person.leaves is None or person.gone or not person.active
             if not stays and clock >= person.asks + (person.leaves or 0.0):
                 self._leave(person)
@@ -186,11 +197,14 @@ class World:
             if down is not None and not down.closed and down.timer == TIMER_RETRANSMIT:
                 down.retransmits = int(np.log2(max((self.now - down.ack_at) / 0.2, 1.0)))
 
-    def _ask(self, person: Person) -> None:
+    def _arrive(self, person: Person) -> None:
         self.ports += 3
         if person.via == "edge":
             person.down = self._socket(EDGE, self.ports)
             person.down.received, person.down.recv_at = 150, self.now
+
+    def _ask(self, person: Person) -> None:
+        self.ports += 3
         person.up = self.idle.pop() if self.idle else self._socket(self.ports + 1, WORKER)
         person.up.sent, person.up.sent_at = person.up.sent + 160, self.now
         if self.chain and person.via == "edge":
@@ -231,7 +245,7 @@ class World:
 
     def _generate(self) -> None:
         """Run the engine for one tick: prefill, then every running sequence one token a step."""
-        queue = [p for p in self.people if p.up is not None and not p.done and not p.dropped]
+        queue = [p for p in self.order if p.up is not None and not p.done and not p.dropped]
         running = [p for p in queue if p.running_since is not None]
         for person in queue:
             if len(running) >= self.slots:
@@ -284,6 +298,7 @@ class World:
     def _finish(self, person: Person) -> None:
         person.done = True
         self.finished += 1
+        self.finished_tokens += person.generated
         assert person.up is not None
         if self.pool and not person.up.closed:
             self.idle.append(person.up)
@@ -333,6 +348,7 @@ class World:
             waiting=float(sum(p.running_since is None for p in queue)),
             generation_tokens=float(self.generated),
             finished=float(self.finished),
+            finished_tokens=float(self.finished_tokens),
             start_time=1.0,
             models=("m",),
             ranks=1,

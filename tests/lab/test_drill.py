@@ -153,14 +153,12 @@ async def test_where_nothing_leaks_nothing_is_found(through):
 
 @pytest.mark.e2e
 async def test_answers_that_are_not_streamed():
-    """They show no bytes until they are whole. Of a burst nobody sees which one the engine serves first, so the split
-    may miss the bar, and the exit status tells; totals balance, the leak is at its hop, and every stream ends once."""
+    """They show no bytes until they are whole, and then the engine's own count says whose the tokens were: the split is
+    within the bar of 5 %, the leak is at its hop, and every stream ends once."""
     ran = await tokengap("drill", "--through", "naive", "--no-stream", *QUICK)
     truth, measured = ran.json["truth"], ran.json["measured"]
-    assert ran.code == (0 if ran.json["error_ratio"] <= 0.05 else 1), ran
-    assert ran.json["error_ratio"] == pytest.approx(
-        abs(measured["gap"] - truth["gap"]) / truth["tokens_out_total"], abs=1e-5
-    )
+    assert ran.code == 0, ran
+    assert ran.json["error_ratio"] <= 0.05
     assert measured["tokens_out_total"] == truth["tokens_out_total"] == 20 * 256
     assert measured["tokens_useful_total"] + measured["gap"] == pytest.approx(measured["tokens_out_total"], abs=1)
     assert measured["tokens_orphaned_total"]["edge"] > 0

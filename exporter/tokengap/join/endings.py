@@ -25,25 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
-from tokengap.join.ledger import Owned
-from tokengap.join.segments import in_flight
+from tokengap.join.segments import Owned, body, in_flight
+from tokengap.join.silent import Left
 from tokengap.readings import EnginePage
 from tokengap.view import Ending
 
 #: What may be unacknowledged of a whole answer when both its sockets close within one beat: its last chunk, and what
-#: re-framing makes of the difference.
+#: re-framing makes of the difference; of a short one, half.
 TAIL_BYTES, TAIL_SHARE = 1024, 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A request whose socket closed before its end: the hop it had entered at, when it was asked for and when left,
-    and whether its answer had begun."""
-
-    hop: int
-    asked: float
-    since: float
-    answered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +42,15 @@ class Fates:
     ``limbo``: the requests whose socket closed before their end and which may still run, oldest first.
     ``excess``: how many more requests than streams the engine had in the beat before; ``usual``: how many more it had
     while nothing was in limbo (traffic that this exporter cannot see). ``finished``: the engine's own count when last
-    read; ``spare``: what it finished and no stream has accounted for, of one beat. ``count``: endings since start by
-    hop index.
+    read; ``lately``: what it finished in that beat; ``spare``: what no stream has accounted for, of two beats (the end
+    of a socket may show one later). ``count``: endings since start by hop index.
     """
 
     limbo: tuple[Left, ...] = ()
     excess: float = 0.0
     usual: float = 0.0
     finished: float | None = None
+    lately: int = 0
     spare: int = 0
     count: Mapping[tuple[int, Ending], int] = field(default_factory=dict)
 
@@ -105,11 +95,15 @@ def end(
     at: float,
     beat: float,
     last: int,
-) -> tuple[Fates, NDArray[np.bool_]]:
-    """Count this beat's endings. Returns also which of the ``streams`` the engine ran to their end with the client
-    there to the last byte: what they are owed was delivered, whatever the closing sockets seemed to say.
+    at_once: bool,
+) -> tuple[Fates, NDArray[np.bool_], tuple[Left, ...]]:
+    """Count this beat's endings.
 
-    ``died``: the engine refuses connections, or has restarted. ``last``: index of the hop "engine".
+    Returns also which of the ``streams`` the engine ran to their end with the client there to the last byte: what they
+    are owed was delivered, whatever the closing sockets seemed to say. And which of those without a socket it ran out.
+
+    ``died``: the engine refuses connections, or has restarted. ``last``: index of the hop "engine". ``at_once``: some
+    of its answers are not streamed.
     """
     seg = streams.segments
     over = (seg["ended"] == at) & ~seg["trial"]
@@ -136,7 +130,8 @@ def end(
     for i in np.setdiff1d(np.flatnonzero(there), reset):
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")
     spare -= int(whole.sum())
-    got_all = seg["behind"] <= np.maximum(TAIL_BYTES, TAIL_SHARE * seg["supply"])
+    tail = np.minimum(np.maximum(TAIL_BYTES, TAIL_SHARE * seg["supply"]), body(seg) / 2)
+    got_all = seg["behind"] <= tail
 
     limbo = list(fates.limbo)
     order = np.argsort(seg["gone"], kind="stable")
@@ -147,27 +142,31 @@ def end(
             whole[i] = left_now[i] and got_all[i]
             add(*((entered, "completed") if whole[i] else (int(streams.leaks_at[i]), "orphaned")))
         else:
-            limbo.append(Left(entered, float(seg["asked"][i]), at, bool(answered[i])))
+            limbo.append(Left(int(seg["id"][i]), entered, float(seg["asked"][i]), at, bool(answered[i])))
     spare -= int(unseen.sum())
 
-    # In limbo: finished by the engine after all, still there, or dropped.
-    kept: list[Left] = []
-    room = round(leaked)
-    for left in reversed(limbo):  # the youngest are the likeliest to be there still
-        if page is None and at - left.since < 3 * beat:
-            kept.append(left)
-        elif spare > 0 and left.since < at:
-            spare -= 1
-            add(last, "orphaned")
-        elif room > 0:
-            room -= 1
-            kept.append(left)
-        else:
+    # In limbo: of those that the engine has no more, it finished the oldest, as it runs them; the youngest of the rest
+    # are the likeliest to be there still. One that left just now without an answer is finished only by an engine that
+    # is known to run on, and to give answers at once.
+    ran_out: tuple[Left, ...] = ()
+    if page is None:
+        kept = [left for left in limbo if at - left.since < 3 * beat]
+    else:
+        room = round(leaked)
+        silently = at_once and (room > 0 or bool(fates.limbo))
+        may = sorted((left for left in limbo if left.since < at or silently), key=lambda left: left.asked)
+        ran_out = tuple(may[: max(min(spare, len(limbo) - room), 0)])
+        rest = [left for left in limbo if left not in ran_out]
+        kept = rest[max(len(rest) - room, 0) :]
+    add(last, "orphaned", len(ran_out))
+    for left in limbo:
+        if left not in ran_out and left not in kept:
             add(left.hop, "cancelled")
+    spare -= len(ran_out)
     finished_now = page.finished if page is not None and page.finished is not None else fates.finished
-    spare = max(min(spare, newly_finished), 0)
-    fates = replace(fates, limbo=tuple(reversed(kept)), finished=finished_now, spare=spare, count=tally)
-    return fates, whole
+    spare = max(min(spare, newly_finished + fates.lately), 0)
+    fates = replace(fates, limbo=tuple(kept), finished=finished_now, lately=newly_finished, spare=spare, count=tally)
+    return fates, whole, ran_out
 
 
 def finished(fates: Fates, page: EnginePage | None) -> int:

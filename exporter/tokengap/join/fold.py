@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.join import blind, cost, endings, gpus, ledger, proxies, queue, rest, streams, verdict
+from tokengap.join import blind, cost, endings, gpus, ledger, proxies, queue, rest, silent, streams, verdict
 from tokengap.join.client import CONNECTED, VANISHED
-from tokengap.join.segments import Segments, in_flight, stays
+from tokengap.join.segments import Owned, Segments, in_flight, stays
 from tokengap.readings import EnginePage, Reading, Readings, SocketSnapshot
 from tokengap.topology import Engine, Topology
 from tokengap.view import (
@@ -29,9 +29,6 @@ from tokengap.view import (
 
 #: Streams that ended while their engine's page could not be read and are still owed tokens, at most.
 MOST_OWED = 20_000
-
-#: The share of answers at once from which on a running stream without a byte may be one of them.
-FEW_UNSTREAMED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
     hop_names = topology.hop_names
     memories: dict[str, EngineMemory] = {}
     views: list[EngineView] = []
-    credited: dict[int, ledger.Owned] = {}
+    credited: dict[int, Owned] = {}
     loads: dict[str, cost.Load | None] = {}
     for index, engine in enumerate(topology.engines):
         memory = state.engines.get(engine.name, EngineMemory())
@@ -179,7 +176,7 @@ def _engine(
     seen: streams.Streams | None,
     hop_names: tuple[str, ...],
     dt: float,
-) -> tuple[EngineMemory, EngineView, ledger.Owned | None, cost.Load | None]:
+) -> tuple[EngineMemory, EngineView, Owned | None, cost.Load | None]:
     """Bring one engine up to date: its streams' tokens and endings, its queue, its verdict, what it ran."""
     page, limits, at = reading.value, readings.topology.limits, readings.at
     own = _own(seen, index)
@@ -205,7 +202,7 @@ def _engine(
             fates, gap = endings.excess(fates, page, own, readings.sockets.at)
     if own is not None:
         died = reading.refused or judgement.restarts > memory.restarts
-        fates, whole = endings.end(
+        fates, whole, ran_out = endings.end(
             fates,
             own,
             page,
@@ -214,10 +211,12 @@ def _engine(
             at=readings.sockets.at,
             beat=readings.topology.interval,
             last=len(hop_names) - 1,
+            at_once=memory.ledger.unstreamed >= silent.FEW_UNSTREAMED,
         )
         own = replace(own, client=np.where(whole, np.int8(CONNECTED), own.client))
         book = ledger.learn_answers(book, own, page, readings.sockets.at, readings.topology.interval)
-        book, own = _account(book, own, page, gap, hop_names)
+        limbo = _Limbo(memory.fates.limbo, fates.limbo, ran_out)
+        book, own = _account(book, own, page, gap, hop_names, limbo, readings.topology.interval)
 
     waits = _waits(own, seen, index, readings, book.unstreamed)
     curve = memory.curve
@@ -275,7 +274,7 @@ def _engine(
     return memory, view, own, load
 
 
-def _running(own: ledger.Owned, page: EnginePage, limbo: Sequence[endings.Left]) -> tuple[float, float]:
+def _running(own: Owned, page: EnginePage, limbo: Sequence[silent.Left]) -> tuple[float, float]:
     """Count the requests that hold a slot of the engine, and those of them that run for nobody.
 
     Of all that are known, with a socket or in limbo, the queued ones do not: the youngest of those without an answer.
@@ -291,30 +290,51 @@ def _running(own: ledger.Owned, page: EnginePage, limbo: Sequence[endings.Left])
     return float(holds.sum()), float((holds & orphan).sum())
 
 
-def _own(seen: streams.Streams | None, index: int) -> ledger.Owned | None:
+def _own(seen: streams.Streams | None, index: int) -> Owned | None:
     """Return the streams that go to this engine."""
     if seen is None:
         return None
     mine = seen.segments["engine"] == index
     entered = seen.segments["hop"][seen.path.first[mine]]
-    return ledger.Owned(seen.segments[mine], seen.path.client[mine], entered, seen.path.leaks_at[mine])
+    return Owned(seen.segments[mine], seen.path.client[mine], entered, seen.path.leaks_at[mine])
+
+
+@dataclass(frozen=True, slots=True)
+class _Limbo:
+    """Requests that lost their socket before their end: a beat ago, still, and those that the engine finished."""
+
+    before: tuple[silent.Left, ...]
+    now: tuple[silent.Left, ...]
+    ran_out: tuple[silent.Left, ...]
 
 
 def _account(
     book: ledger.Ledger,
-    own: ledger.Owned,
+    own: Owned,
     page: EnginePage | None,
     gap: endings.Excess,
     hop_names: tuple[str, ...],
-) -> tuple[ledger.Ledger, ledger.Owned]:
-    """Credit and settle. Without a page nothing is credited: what is in flight keeps its bytes, and what ended is owed
-    its tokens until there is a page again."""
+    limbo: _Limbo,
+    beat: float,
+) -> tuple[ledger.Ledger, Owned]:
+    """Credit, correct and settle. Without a page nothing is credited: what is in flight keeps its bytes, and what ended
+    is owed its tokens until there is a page again."""
     here = len(own.segments)
     everyone = own if book.owed is None else own.plus(book.owed)
     if page is not None:
-        silent = ledger.silent_sequences(book, own, page, gap.leaked, gap.unseen)
-        book = replace(book, owed=None, ran_on=(gap.leaked, gap.unseen))
-        book, everyone = ledger.credit(book, everyone, silent, hop_names, alone=gap.now == 0)
+        unseen = max(gap.unseen, book.unseen)  # what was there in the beat before has run for a part of this one
+        quiet = silent.sequences(
+            own,
+            page,
+            limbo.before,
+            limbo.now,
+            share=book.unstreamed,
+            mostly_at_once=book.mostly_at_once,
+            unseen=unseen,
+        )
+        book = replace(book, owed=None, unseen=gap.unseen)
+        book, everyone = ledger.credit(book, everyone, quiet, hop_names, alone=gap.now == 0)
+        book, everyone = ledger.correct(book, everyone, page, limbo.ran_out, beat)
     book, everyone = ledger.settle(book, everyone, hop_names)
     if page is None:
         seg = everyone.segments
@@ -332,7 +352,7 @@ class _Waits:
 
 
 def _waits(
-    own: ledger.Owned | None, seen: streams.Streams | None, index: int, readings: Readings, unstreamed: float
+    own: Owned | None, seen: streams.Streams | None, index: int, readings: Readings, unstreamed: float
 ) -> _Waits:
     if own is None or seen is None:
         return _Waits(np.zeros(0), {})
@@ -349,7 +369,7 @@ def _waits(
     # an answer, and who waits for it does not wait for a first token: then only the queued ones are known to wait.
     unanswered_stream = mute & (own.client < VANISHED) & (seg["tokens"] < 2)
     page = readings.engines[topology.engines[index].name].value
-    if unstreamed > FEW_UNSTREAMED and page is not None:
+    if unstreamed > silent.FEW_UNSTREAMED and page is not None:
         oldest_first = np.flatnonzero(mute)[np.argsort(seg["asked"][mute], kind="stable")]
         runs = max(len(oldest_first) - int(page.waiting or 0), 0)
         unanswered_stream[oldest_first[:runs]] = False
@@ -407,7 +427,7 @@ def _coverage(page: EnginePage | None, open_streams: int, gap: endings.Excess) -
     return 1.0 if page.requests <= 0 else min((open_streams + gap.leaked) / page.requests, 1.0)
 
 
-def _put_back(segments: Segments, credited: Mapping[int, ledger.Owned]) -> Segments:
+def _put_back(segments: Segments, credited: Mapping[int, Owned]) -> Segments:
     segments = segments.copy()
     for index, own in credited.items():
         segments[segments["engine"] == index] = own.segments

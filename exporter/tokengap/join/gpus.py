@@ -30,6 +30,10 @@ from tokengap.view import EnergySource, GpusView, GpuView, JoinedBy, XidView
 #: Reports of one error that follow each other within so many seconds are one incident.
 INCIDENT_SECONDS = 5.0
 
+#: Seconds for which a dcgm-exporter may show the same values: it collects every 30 by default, and idle GPUs draw power
+#: too. Older ones hide that it hangs.
+STALE_SECONDS = 150.0
+
 #: Beats without a reading of power after which what was drawn meanwhile is not guessed.
 MOST_UNREAD_BEATS = 3
 
@@ -90,6 +94,8 @@ def observe(state: GpuState, readings: Readings) -> tuple[GpuState, GpusView | N
     if readings.gpu is None:
         return state, None, ()
     snapshot = readings.gpu.value or GpuSnapshot("failed", readings.gpu.error or "")
+    if snapshot.reason == "ok" and (age := readings.at - snapshot.at) > STALE_SECONDS:
+        snapshot = replace(snapshot, reason="hung", detail=f"the same values for {age:.0f} s", gpus=())
     known = dict(state.known)
     if snapshot.reason != "ok":
         nothing = tuple(_view(memory, None) for memory in known.values())
@@ -266,7 +272,7 @@ def _with_incidents(known: dict[str, GpuMemory], reports: Iterable[Xid], reading
 
 
 def _pci(address: str) -> str:
-    """Return a PCI address as the driver's log writes it: the kernel prints 4 digits of the domain, NVML 8."""
+    """Return a PCI address in one form: Linux prints 4 digits of the domain and a function, NVML 8, XIDs no function."""
     domain, colon, rest = address.lower().partition(":")
     return f"{domain[-4:]}{colon}{rest.partition('.')[0]}"
 

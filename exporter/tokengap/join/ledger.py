@@ -9,25 +9,25 @@ Crediting, per beat (``pool`` is what the counter grew by, and what could not be
 1. Streams that received bytes share the pool in proportion to those bytes: continuous batching streams every token.
 2. Sequences that run and show no byte (answers that are not streamed, a prefill) and requests that the engine runs with
    no socket open for them are *silent*. While there are any, the flowing streams get only what their bytes are worth,
-   at the bytes per token learned while there were none; the silent ones share the rest, one sequence like another.
+   at the bytes per token learned while there were none; the silent ones share the rest. Which of them run, and when the
+   shares are corrected: :mod:`~tokengap.join.silent`.
 3. Tokens without any stream to give them to wait for :data:`PATIENCE` beats (sockets are read before the pages, so a
    token's bytes may show one beat later), then they are unattributed.
 
 Settling, per stream: what the client acknowledged is useful; what it did not is pending while it is there, and orphaned
-once it is not.
+once it is not and it is certain that the tokens were its.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
-from tokengap.join.segments import Segments, body, in_flight
+from tokengap.join.segments import Owned, Segments, body
+from tokengap.join.silent import STREAMED_BYTES, Doubt, Left, Silent, Told, at_once, in_doubt, listen, release, resolve
 from tokengap.readings import EnginePage
 from tokengap.view import Tokens
 
@@ -37,8 +37,8 @@ PATIENCE = 3
 #: Differences between counted tokens and the worth of bytes below this are noise, not a silent sequence at work.
 NOISE_SHARE, NOISE_TOKENS = 0.10, 2.0
 
-#: A streamed token takes more than so many bytes (an SSE event of vLLM about 200), one in a whole answer about five.
-STREAMED_BYTES = 32
+#: The share of answers at once from which on first bytes are taken for a whole answer.
+MOSTLY_AT_ONCE = 0.5
 
 #: How fast what was learned about bytes per token fades, per beat.
 FADE = 0.95
@@ -50,8 +50,9 @@ class Ledger:
 
     ``counter`` and ``born`` are the page's token counter and start time when last read; ``pool`` the tokens not yet
     placed, for ``waited`` beats. ``learned`` holds bytes and tokens seen together while nothing was silent, ``answers``
-    how many streams came at once and how many ended at all. ``ran_on``: requests without a socket in the beat before,
-    leaked and unseen. ``owed`` are streams that ended while the page could not be read.
+    how many streams came at once and how many ended at all. ``unseen``: requests that never had a socket here, in the
+    beat before. ``owed`` are streams that ended while the page could not be read. ``doubts`` are tokens of requests
+    that have no socket any more, and ``told`` what the engine counted, as in :mod:`~tokengap.join.silent`.
     """
 
     tokens: Tokens = field(default_factory=Tokens)
@@ -61,8 +62,10 @@ class Ledger:
     waited: int = 0
     learned: tuple[float, float] = (0.0, 0.0)
     answers: tuple[float, float] = (0.0, 0.0)
-    ran_on: tuple[float, float] = (0.0, 0.0)
+    unseen: float = 0.0
     owed: Owned | None = None
+    doubts: tuple[Doubt, ...] = ()
+    told: Told | None = None
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -76,49 +79,10 @@ class Ledger:
         at_once, all_ = self.answers
         return at_once / all_ if all_ else 1.0
 
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """Streams of one engine. Columns correspond: the outermost client's state, the hop at which the request entered,
-    and the hop that holds on to a client that left, -1 none."""
-
-    segments: Segments
-    client: NDArray[np.int8]
-    entered: NDArray[np.int32]
-    leaks_at: NDArray[np.int32]
-
-    def plus(self, other: Owned) -> Owned:
-        """Return these streams and the others."""
-        return Owned(
-            np.concatenate([self.segments, other.segments]),
-            np.concatenate([self.client, other.client]),
-            np.concatenate([self.entered, other.entered]),
-            np.concatenate([self.leaks_at, other.leaks_at]),
-        )
-
-    def only(self, mask: NDArray[Any]) -> Owned:
-        """Return the marked streams."""
-        return Owned(self.segments[mask], self.client[mask], self.entered[mask], self.leaks_at[mask])
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """Sequences at work without bytes.
-
-    ``rows`` are streams (rows of the engine's segments), each with the probability ``share`` of being an answer that is
-    not streamed, and not a prefill; ``leaked`` requests that we saw lose their socket; ``unseen`` those that never had
-    one here.
-    """
-
-    rows: NDArray[np.intp]
-    share: float = 1.0
-    leaked: float = 0.0
-    unseen: float = 0.0
-
     @property
-    def count(self) -> float:
-        """How many of them are expected to make tokens."""
-        return len(self.rows) * self.share + self.leaked + self.unseen
+    def mostly_at_once(self) -> bool:
+        """First bytes are the whole answer, by all that was seen."""
+        return self.answers[1] > 0 and self.unstreamed >= MOSTLY_AT_ONCE
 
 
 def count(ledger: Ledger, page: EnginePage) -> Ledger:
@@ -154,7 +118,7 @@ def credit(
     bytes_ = float(earning.sum())
     worth = bytes_ / ledger.bytes_per_token if ledger.bytes_per_token else None
     flowing = int((earning > 0).sum())
-    stranger_free = alone and silent.leaked + silent.unseen == 0
+    stranger_free = alone and silent.leaked + silent.unseen == 0 and not ledger.mostly_at_once
 
     if bytes_ <= 0:
         seen = 0.0
@@ -173,11 +137,15 @@ def credit(
     orphaned = dict(ledger.tokens.orphaned)
     unattributed = ledger.tokens.unattributed
     waited = 0
+    doubts = ledger.doubts
     if rest > 0 and silent.count > 0:
         each = rest / silent.count
-        seg["tokens"][silent.rows] += each * silent.share
-        if silent.leaked:
-            orphaned[hops[-1]] = orphaned.get(hops[-1], 0.0) + each * silent.leaked
+        given = each * silent.share * silent.weights
+        seg["tokens"][silent.rows] += given
+        seg["hushed"][silent.rows] += np.where(silent.weights < 1, given, 0.0)
+        doubts = _ran_on(doubts, silent, each)
+        if silent.streaming:
+            orphaned[hops[-1]] = orphaned.get(hops[-1], 0.0) + each * silent.streaming
         unattributed += each * silent.unseen
         rest = 0.0
     elif rest > 0:
@@ -192,8 +160,31 @@ def credit(
     # Bytes that met a page are used up, with or without tokens; those on trial wait for the verdict on their stream.
     seg["fresh"] = np.where(seg["trial"], seg["fresh"], 0.0)
     tokens = replace(ledger.tokens, orphaned=orphaned, unattributed=unattributed)
-    ledger = replace(ledger, tokens=tokens, pool=rest, waited=waited, learned=learned)
+    ledger = replace(ledger, tokens=tokens, pool=rest, waited=waited, learned=learned, doubts=doubts)
     return ledger, replace(streams, segments=seg)
+
+
+def _ran_on(doubts: tuple[Doubt, ...], silent: Silent, each: float) -> tuple[Doubt, ...]:
+    """Give requests without a socket their tokens."""
+    by_id = {doubt.id: doubt for doubt in doubts}
+    for left, weight in zip(silent.limbo, silent.limbo_weights, strict=True):
+        doubt = by_id.get(left.id, Doubt(left.id, left.asked, -1))
+        by_id[left.id] = replace(doubt, ran_on=doubt.ran_on + each * float(weight))
+    return tuple(by_id.values())
+
+
+def correct(
+    ledger: Ledger, streams: Owned, page: EnginePage, ran_out: Sequence[Left], beat: float
+) -> tuple[Ledger, Owned]:
+    """Put right what was given to silent sequences, by what the engine counted for those that have ended.
+
+    ``ran_out``: requests without a socket that the engine finished; ``beat`` is the seconds between two beats.
+    """
+    told = listen(ledger.told, page)
+    if told is None:
+        return ledger, streams
+    told, streams, doubts, pool = resolve(told, streams, ledger.doubts, ran_out, page, beat, ledger.pool)
+    return replace(ledger, told=told, doubts=doubts, pool=pool), streams
 
 
 def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledger, Owned]:
@@ -211,7 +202,8 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
     delivered = np.where(ended & listening, seg["tokens"], seg["tokens"] * (1 - late))
     delivered = np.where(streams.client >= 0, delivered, 0.0)
     useful = np.maximum(seg["useful"], np.minimum(delivered, seg["tokens"] - seg["orphaned"]))
-    orphaned = np.maximum(seg["orphaned"], np.where(left, seg["tokens"] - useful, 0.0))
+    doubtful = in_doubt(streams, ledger.unstreamed)
+    orphaned = np.maximum(seg["orphaned"], np.where(left & ~doubtful, seg["tokens"] - useful, 0.0))
     lost = np.where(ended & (streams.client < 0), seg["tokens"] - useful - orphaned, 0.0)
 
     tokens = ledger.tokens
@@ -221,9 +213,18 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
         name = hops[hop]
         by_hop[name] = by_hop.get(name, 0.0) + float(d_orphaned[streams.leaks_at == hop].sum())
     d_useful = float((useful - seg["useful"]).sum())
-    seg["tokens"] -= lost
+    unsure = np.where(doubtful & ended, seg["tokens"] - useful - orphaned, 0.0)
+    by_id = {doubt.id: doubt for doubt in ledger.doubts}
+    for i in np.flatnonzero(unsure > 0):
+        doubt = by_id.get(int(seg["id"][i]), Doubt(int(seg["id"][i]), float(seg["asked"][i]), -1))
+        by_id[doubt.id] = replace(doubt, hop=int(streams.leaks_at[i]), lost=doubt.lost + float(unsure[i]))
+    seg["tokens"] -= lost + unsure
     seg["useful"], seg["orphaned"] = useful, orphaned
-    pending = float((seg["tokens"] - useful - orphaned).sum()) + ledger.pool
+    doubts, certain = release(by_id.values(), streams, ledger.unstreamed)
+    for doubt in certain:
+        by_hop[hops[doubt.hop]] = by_hop.get(hops[doubt.hop], 0.0) + doubt.lost
+        by_hop[hops[-1]] = by_hop.get(hops[-1], 0.0) + doubt.ran_on
+    pending = float((seg["tokens"] - useful - orphaned).sum()) + ledger.pool + sum(doubt.tokens for doubt in doubts)
     tokens = replace(
         tokens,
         useful=tokens.useful + d_useful,
@@ -231,39 +232,17 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
         unattributed=tokens.unattributed + float(lost.sum()),
         pending=max(pending, 0.0),
     )
-    return replace(ledger, tokens=tokens), replace(streams, segments=seg)
-
-
-def silent_sequences(ledger: Ledger, streams: Owned, page: EnginePage, leaked: float, unseen: float) -> Silent:
-    """Find the sequences that run without bytes.
-
-    Of the streams that wait for a first byte, the youngest ``waiting`` are queued in the engine (first in, first out);
-    the others run: they are in prefill, or their answer is not streamed. No more of them can run than the engine says.
-    What had no socket in the beat before has run for a part of this one, even if it has finished since.
-    """
-    seg = streams.segments
-    flying = in_flight(seg)
-    mute = np.flatnonzero(flying & np.isnan(seg["answered"]))
-    flowing = int((flying & (seg["fresh"] > 0)).sum())
-    running = int(page.running or 0)
-    runs = max(min(len(mute) - int(page.waiting or 0), running - flowing), 0)
-    oldest = mute[np.argsort(seg["asked"][mute], kind="stable")][:runs]
-    return Silent(oldest, ledger.unstreamed, max(leaked, ledger.ran_on[0]), max(unseen, ledger.ran_on[1]))
+    return replace(ledger, tokens=tokens, doubts=doubts), replace(streams, segments=seg)
 
 
 def learn_answers(ledger: Ledger, streams: Owned, page: EnginePage | None, at: float, beat: float) -> Ledger:
-    """Note how the answers that ended in this beat had come: streamed, or at once.
-
-    A streamed one that fits into a beat has the bytes of one: compared with the mean length of the engine's answers.
-    """
+    """Note how the answers that ended in this beat had come: streamed, or at once."""
     seg = streams.segments
     over = (seg["ended"] == at) & ~seg["trial"] & ~np.isnan(seg["answered"])
-    at_once = over & (seg["grew"] - seg["answered"] < 0.5 * beat)
-    if page is not None and page.finished and page.finished_tokens:
-        at_once &= body(seg) < STREAMED_BYTES * page.finished_tokens / page.finished
+    whole = over & at_once(seg, page, beat)
     fade = FADE if over.any() else 1.0
     before, all_before = ledger.answers
-    return replace(ledger, answers=(fade * before + int(at_once.sum()), fade * all_before + int(over.sum())))
+    return replace(ledger, answers=(fade * before + int(whole.sum()), fade * all_before + int(over.sum())))
 
 
 def totals(tokens: Tokens) -> Mapping[str, float]:

@@ -20,6 +20,9 @@ from tokengap.readings import ESTABLISHED
 #: Bytes that a proxy may hold back from a client that it serves (nginx with proxy_buffering on: two buffers of 8 KB).
 HELD_BACK = 16 * 1024
 
+#: Bytes that the header of an answer has at least.
+HEADER_LEAST = 128
+
 
 def find_clients(
     seg: Segments,
@@ -192,14 +195,16 @@ def _sort_out(
     ====================================================  ====================================================
     a waiting stream ended, its client is still there;    their clients: the proxy closed both sides of one
     another waits on, and its client is gone
+    the first bytes of a stream came, its client got      their clients: the bytes went where they came from
+    none; a client got as many, whose stream brought none
     the client got other amounts than its stream          clients between streams, so that amounts agree
     a client that closed had got what its stream did not  clients, so that it had a stream that brought as much or more
-    more arrived than any proxy holds back, and the       the client goes to a stream that waits without one;
-    client never got a token                              if there is none and the stream is over: it had left
+    more arrived than any proxy holds back, or a whole    the client goes to a stream that waits without one;
+    answer, and the client never got a token              if there is none and the stream is over: it had left
     ====================================================  ====================================================
     """
     tolerance = 2 * SAME_INSTANT + blur
-    for rule in (_cut_together, _by_amount, _left_midway, _never_fed):
+    for rule in (_cut_together, _by_first_bytes, _by_amount, _left_midway, _never_fed):
         burst = _burst(seg, now, mine, hop, ratio, at)
         if len(burst.rows) < 2:
             return
@@ -220,7 +225,8 @@ class _Burst:
 
     ``there``: the client is connected. ``waits``: it got no more than a header. ``mute``: its stream brought no more.
     ``over``: its stream's carrier has closed. ``amiss``: amounts differ by more than framing and what is under way.
-    ``hungry``: more came than any proxy holds back, and it got nothing.
+    ``hungry``: more came than any proxy holds back, or a whole answer at once, and it got nothing. ``unfed``: all
+    bytes of its stream came at once, and it got none. ``overfed``: it got more than its stream brought.
     """
 
     rows: NDArray[np.intp]
@@ -237,6 +243,8 @@ class _Burst:
     over: NDArray[np.bool_]
     amiss: NDArray[np.bool_]
     hungry: NDArray[np.bool_]
+    unfed: NDArray[np.bool_]
+    overfed: NDArray[np.bool_]
 
 
 def _burst(
@@ -251,7 +259,11 @@ def _burst(
     per_byte = ratio[hop, 1] / ratio[hop, 0]
     went_down = np.where(seen, track["written"] - track["begun"], 0) * per_byte
     waits = went_down <= HEADER_MOST
+    went_lately = np.where(seen, now.d_written[down], 0) * per_byte
     came_up = some["supply"].astype(np.float64)
+    mute = np.isnan(some["answered"])
+    unfed = ~mute & (some["grew"] == some["answered"]) & (went_down < came_up / 2)
+    much = some["supply"] > HELD_BACK
     return _Burst(
         rows=rows,
         asked_up=some["asked"],
@@ -259,14 +271,16 @@ def _burst(
         came_up=came_up,
         came_lately=some["arrived"].astype(np.float64),
         went_down=went_down,
-        went_lately=np.where(seen, now.d_written[down], 0) * per_byte,
+        went_lately=went_lately,
         seen=seen,
         there=there,
         waits=waits,
-        mute=np.isnan(some["answered"]),
+        mute=mute,
         over=over[rows],
         amiss=np.abs(went_down - came_up) > 0.1 * np.maximum(went_down, came_up) + 2 * HEADER_MOST,
-        hungry=there & waits & (some["acked"] <= HEADER_MOST) & (some["supply"] > HELD_BACK),
+        hungry=there & waits & (some["acked"] <= HEADER_MOST) & (much | (unfed & over[rows])),
+        unfed=unfed,
+        overfed=seen & (went_down / 2 > came_up + HEADER_LEAST),
     )
 
 
@@ -275,6 +289,10 @@ def _cut_together(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np
     left = np.flatnonzero(~burst.over & burst.mute & ~burst.there)
     for i, j in in_order(burst.asked_up[left], burst.asked_down[cut], tolerance):
         yield cut[j], left[i]
+
+
+def _by_first_bytes(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    yield from _as_amounts_agree(burst, burst.overfed, burst.unfed & burst.seen, tolerance, partly=False)
 
 
 def _by_amount(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:

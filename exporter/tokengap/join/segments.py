@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ SEGMENT = np.dtype(
         ("no_room", "?"),  # in the beat before, the engine's count left no room for it
         ("trial", "?"),  # may yet turn out to be a poll of some page, not a stream: no tokens are credited
         ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
+        ("told", "?"),  # the engine's own count of its tokens has been taken in
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
         ("maybe_left", "?"),  # it never had a client, and one may have come and left before we looked
         ("base_up", "i8"),  # bytes on the carrier before this request
@@ -59,10 +61,35 @@ SEGMENT = np.dtype(
         ("tokens", "f8"),
         ("useful", "f8"),
         ("orphaned", "f8"),
+        ("hushed", "f8"),  # tokens given to it while it showed no byte and others may have run in its place
     ]
 )
 
 Segments = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Streams of one engine. Columns correspond: the outermost client's state, the hop at which the request entered,
+    and the hop that holds on to a client that left, -1 none."""
+
+    segments: Segments
+    client: NDArray[np.int8]
+    entered: NDArray[np.int32]
+    leaks_at: NDArray[np.int32]
+
+    def plus(self, other: Owned) -> Owned:
+        """Return these streams and the others."""
+        return Owned(
+            np.concatenate([self.segments, other.segments]),
+            np.concatenate([self.client, other.client]),
+            np.concatenate([self.entered, other.entered]),
+            np.concatenate([self.leaks_at, other.leaks_at]),
+        )
+
+    def only(self, mask: NDArray[Any]) -> Owned:
+        """Return the marked streams."""
+        return Owned(self.segments[mask], self.client[mask], self.entered[mask], self.leaks_at[mask])
 
 
 def body(segments: Segments) -> NDArray[np.int64]:
