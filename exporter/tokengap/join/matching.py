@@ -33,10 +33,12 @@ def find_clients(
     at: float,
     blur: float,
     frames: NDArray[np.uint64],
+    before: float,
 ) -> None:
     """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom.
 
-    ``frames``: client-facing sockets, by cookie, that are known to carry several requests at once.
+    ``frames``: client-facing sockets, by cookie, that are known to carry several requests at once. ``before``: when the
+    beat before was.
     """
     for hop in np.unique(side.down[side.down >= 0]):
         mine = (seg["hop"] == hop) | (seg["hop"] == UNSEEN)
@@ -46,7 +48,7 @@ def find_clients(
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         _claim_closed(seg, now, side, mine, int(hop), ratio, at)
         _pair_free(seg, now, side, mine, int(hop), at, blur)
-        _share(seg, now, side, mine, int(hop), at, blur, frames)
+        _share(seg, now, side, mine, int(hop), before, blur, frames)
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         burst = _burst(seg, now, mine, int(hop), ratio, at)
         left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody who was gone
@@ -141,7 +143,7 @@ def _share(
     side: Sides,
     mine: NDArray[np.bool_],
     hop: int,
-    at: float,
+    before: float,
     blur: float,
     frames: NDArray[np.uint64],
 ) -> None:
@@ -151,8 +153,8 @@ def _share(
     a request without a client of its own                whose it is
     ===================================================  ==========================================================
     came when a socket that is busy already was asked    that socket's
-    is surely the hop's, for a beat, nobody left when    that of a busy socket that was asked at that instant
-    it came
+    is surely the hop's, for two beats, and nobody left  that of a busy socket that was asked at that instant
+    when it came
     is surely the hop's, and one socket that carries     that socket's; of several the kernel does not tell which,
     several requests was asked then, or spoke since      and its client stays unseen
     ===================================================  ==========================================================
@@ -167,7 +169,7 @@ def _share(
     at_once, framed = np.flatnonzero(busy), np.flatnonzero(listening & np.isin(cookies, frames))
     for i in alone:
         owned = bool(seg["owner"][i] == OWNED)
-        sure = owned and seg["born"][i] < at and not seg["maybe_left"][i]
+        sure = owned and seg["born"][i] < before and not seg["maybe_left"][i]
         row = _nearest(asked, at_once if sure else asked_again, seg["asked"][i], SAME_INSTANT + blur)
         if row is None and owned:
             since = framed[asked[framed] >= seg["asked"][i] - SAME_INSTANT - blur]

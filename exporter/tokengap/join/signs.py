@@ -73,10 +73,11 @@ def listen(before: Talk, now: Tracked, side: Sides, seg: Segments) -> Talk:
     return Talk(frames, np.union1d(murmurs, cookies[small]), kept)
 
 
-def note_leavers(seg: Segments, now: Tracked, side: Sides, at: float, *, events: bool, first: bool) -> None:
-    """Mark the streams that began in this beat and found no client, if as many clients may have come and left within
-    it. Those that are not marked have a client that is there, on a socket that it shares."""
-    new = (seg["born"] == at) & (seg["down"] == 0)
+def note_leavers(seg: Segments, now: Tracked, side: Sides, before: float, *, events: bool, first: bool) -> None:
+    """Mark the streams that began since ``before``, the beat before, and found no client, if one may have come and gone
+    meanwhile; the end of its socket may be told a beat after the stream is seen. Those that are not marked have a client
+    that is there, on a socket that it shares."""
+    new = (seg["born"] >= before) & (seg["down"] == 0)
     if not new.any():
         return
     taken = locate(np.unique(seg["down"]), now.rows["cookie"]) >= 0

@@ -159,14 +159,15 @@ def advance(
     await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
-    find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames)
-    note_leavers(seg, now, side, at, events=snapshot.events, first=state.track is None)
+    find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames, state.at)
+    note_leavers(seg, now, side, state.at, events=snapshot.events, first=state.track is None)
     talk = listen(state.talk, now, side, seg)
     parent, inner = _links(seg, now)
     seg = end_finished(seg, now, inner, engines, headers, at, topology.interval)
     believe_brief(seg, engines, edges, at)
     began = at if state.track is None else state.began
-    seg = _own(seg, at, began, blind.union(side.down[np.isin(now.rows["cookie"], talk.frames)].tolist()))
+    many = blind.union(side.down[np.isin(now.rows["cookie"], talk.frames)].tolist())
+    seg = _own(seg, at, began, many, max(NEVER_PAIRED_SECONDS, 2 * topology.interval))
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
     seg, ratio = _deliver(seg, path, now, state.ratio)
@@ -399,17 +400,17 @@ def _born(
     return np.concatenate([seg, born]), state.next_id + len(at_rows)
 
 
-def _own(seg: Segments, at: float, began: float, blind: frozenset[int]) -> Segments:
+def _own(seg: Segments, at: float, began: float, blind: frozenset[int], patience: float) -> Segments:
     """Decide about upstream requests that never had a client: the hop's orphan, or not known.
 
     ``blind``: hops with clients on HTTP/2 or 3. There "no socket of its own" proves nothing, and what was taken for an
-    orphan before that was known is none.
+    orphan before that was known is none. ``patience``: seconds for which a client may yet be found.
     """
     flying = np.isnan(seg["ended"])
     alone = flying & (seg["down"] == 0) & (seg["owner"] == OWNED)
     unknown = np.isin(seg["hop"], list(blind))
-    patience = np.where(seg["born"] <= began, began - seg["asked"] + NEVER_PAIRED_BEFORE_SECONDS, NEVER_PAIRED_SECONDS)
-    left = alone & ~unknown & (at - seg["asked"] > patience)
+    wait = np.where(seg["born"] <= began, began - seg["asked"] + NEVER_PAIRED_BEFORE_SECONDS, patience)
+    left = alone & ~unknown & (at - seg["asked"] > wait)
     seg["client"] = np.where(left, GONE, np.where(alone & unknown, UNSEEN, seg["client"]))
     seg["gone"] = np.where(left & np.isnan(seg["gone"]), at, seg["gone"])
     # What keeps answering without being asked again is a stream, not a poll.
