@@ -17,6 +17,9 @@ from tokengap.join.segments import HEADER_MOST, HEADER_SECONDS, OWNED, SAME_INST
 from tokengap.join.sockets import Sides, Tracked, locate
 from tokengap.readings import ESTABLISHED
 
+#: How many times as much as one request a client's socket has received that carried several, at least.
+SEVERAL = 1.5
+
 #: Bytes that a proxy may hold back from a client that it serves (nginx with proxy_buffering on: two buffers of 8 KB).
 HELD_BACK = 16 * 1024
 
@@ -170,7 +173,10 @@ def _share(
     for i in alone:
         owned = bool(seg["owner"][i] == OWNED)
         sure = owned and seg["born"][i] < before and not seg["maybe_left"][i]
-        row = _nearest(asked, at_once if sure else asked_again, seg["asked"][i], SAME_INSTANT + blur)
+        # A socket that several requests came by has received more than one of them is.
+        one = now.rows["bytes_sent"][now.find(seg["carrier"][i : i + 1])][0]
+        several = at_once[now.rows["bytes_received"][at_once] >= SEVERAL * one]
+        row = _nearest(asked, several if sure else asked_again, seg["asked"][i], SAME_INSTANT + blur)
         if row is None and owned:
             since = framed[asked[framed] >= seg["asked"][i] - SAME_INSTANT - blur]
             row = since[0] if len(since) == 1 else None
