@@ -156,8 +156,8 @@ def _share(
     a request without a client of its own                whose it is
     ===================================================  ==========================================================
     came when a socket that is busy already was asked    that socket's
-    is surely the hop's, for two beats, and nobody left  that of a busy socket that was asked at that instant
-    when it came
+    is surely the hop's, for two beats, and nobody left  that of a busy socket that was asked at that instant,
+    when it came                                         and that received as much as several requests
     is surely the hop's, and one socket that carries     that socket's; of several the kernel does not tell which,
     several requests was asked then, or spoke since      and its client stays unseen
     ===================================================  ==========================================================

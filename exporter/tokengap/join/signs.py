@@ -75,7 +75,7 @@ def listen(before: Talk, now: Tracked, side: Sides, seg: Segments) -> Talk:
 
 def note_leavers(seg: Segments, now: Tracked, side: Sides, before: float, *, events: bool, first: bool) -> None:
     """Mark the streams that began since ``before``, the beat before, and found no client, if one may have come and gone
-    meanwhile; the end of its socket may be told a beat after the stream is seen. Those that are not marked have a client
+    meanwhile; its end may be told a beat after the stream is seen. Those that are not marked have a client
     that is there, on a socket that it shares."""
     new = (seg["born"] >= before) & (seg["down"] == 0)
     if not new.any():
