@@ -18,7 +18,7 @@ import tokengap.join
 from tokengap.beat import Asker, Beat, Sources, deadline
 from tokengap.errors import SourceRefused, SourceUnusable
 from tokengap.gpu_readings import GpuSnapshot
-from tokengap.readings import SOCKET, EnginePage, ProcessTable, Readings, SocketSnapshot
+from tokengap.readings import SOCKET, EnginePage, ProcessTable, ProxySnapshot, Readings, SocketSnapshot
 from tokengap.topology import Endpoint, Engine, Topology
 
 TOPOLOGY = Topology(
@@ -103,7 +103,7 @@ def snapshot() -> SocketSnapshot:
     return SocketSnapshot(np.zeros(0, dtype=SOCKET))
 
 
-def beat(*, sockets=None, a=None, b=None, processes=None, gpu=None, join=None):
+def beat(*, sockets=None, a=None, b=None, processes=None, gpu=None, proxies=None, join=None):
     join = join or Notebook()
     views = Views()
 
@@ -112,8 +112,27 @@ def beat(*, sockets=None, a=None, b=None, processes=None, gpu=None, join=None):
         engines={"a": a or Source(EnginePage(running=1.0)), "b": b or Source(EnginePage(running=2.0))},
         processes=processes or Source(ProcessTable()),
         gpu=gpu,
+        proxies=proxies or {},
     )
     return Beat(TOPOLOGY, sources, join, views.publish), join, views
+
+
+async def test_proxies_that_are_asked_fail_alone():
+    """One tells, one is down, one hangs: the beat has the answer of the first and the reasons of the others."""
+    told = ProxySnapshot("haproxy", streams=3)
+    proxies = {
+        "edge": Source(told),
+        "admit": Source(SourceRefused("connection refused")),
+        "far": Source(asyncio.Event()),
+    }
+    heart, join, _ = beat(proxies=proxies)
+    await heart.once()
+    (readings,) = join.readings
+    assert readings.proxies["edge"].value == told
+    assert (readings.proxies["admit"].error, readings.proxies["admit"].refused) == ("connection refused", True)
+    assert readings.proxies["far"].error == "no answer within 0.2 s"
+    assert readings.engines["a"].value == EnginePage(running=1.0)
+    proxies["far"].answer.set()
 
 
 async def test_one_beat_reads_everything_and_publishes_the_view():

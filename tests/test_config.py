@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokengap.config import SETTINGS, Settings, load, topology
-from tokengap.config.settings import EngineSettings, HopSettings, Shape
-from tokengap.config.values import Address, Listen, Netns, Seconds, Url
+from tokengap.config.settings import EngineSettings, HaproxySettings, HopSettings, InterfaceSettings, Shape
+from tokengap.config.values import Address, Listen, Netns, RuntimeSocket, Seconds, Url
 from tokengap.errors import SettingsError, SourceError
-from tokengap.topology import Endpoint, Engine, Hop, Topology
+from tokengap.topology import Endpoint, Engine, Hop, ProxyInterface, Topology
 
 DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -183,6 +183,36 @@ def test_a_url_that_is_none(written):
     assert not reads(Url, written)
 
 
+@pytest.mark.parametrize("written", ["/run/haproxy/admin.sock", "127.0.0.1:9999", "haproxy:9999", "[::1]:9999"])
+def test_a_runtime_socket(written):
+    """A path, or a host with a port."""
+    assert reads(RuntimeSocket, written)
+
+
+@pytest.mark.parametrize(
+    "written", ["", "admin.sock", "./admin.sock", ":9999", "h:0", "h:99999", "/" + 107 * "x", "/a\nb"]
+)
+def test_a_runtime_socket_that_is_none(written):
+    """Paths from here, no host, ports out of range, longer than an address of a socket."""
+    assert not reads(RuntimeSocket, written)
+
+
+async def test_interfaces_of_proxies_belong_to_hops(tmp_path: Path):
+    """Of the only hop where none is named; with several, of the one that is."""
+    settings = from_file(tmp_path, f"{ENGINE}hops: [edge=80]\nhaproxy_socket: /run/h.sock")
+    assert (await topology(settings, resolve)).interfaces == (ProxyInterface("edge", "haproxy", "/run/h.sock"),)
+    env = {
+        "TOKENGAP_ENGINE": "http://h:1",
+        "TOKENGAP_HOP": "edge=80 admit=81",
+        "TOKENGAP_HAPROXY_SOCKET": "edge=127.0.0.1:9999",
+        "TOKENGAP_ENVOY_ADMIN": "admit=http://127.0.0.1:9901/",
+    }
+    assert (await topology(load(None, env, {}), resolve)).interfaces == (
+        ProxyInterface("edge", "haproxy", "127.0.0.1:9999"),
+        ProxyInterface("admit", "envoy", "http://127.0.0.1:9901"),
+    )
+
+
 # --- four places ----------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +363,13 @@ WRONG_FILES = {
     f"{ENGINE}hops: [{{name: a, listen: 80, to: [h:2]}}]": " line 2: hops[0].to is h:2 for a; expected h:1",
     f"{ENGINE}hops: [{{name: a, listen: 80, to: a}}]": " line 2: hops[0].to is a for a; expected h:1",
     f"{ENGINE}hops: [{{name: a, listen: 80, to: b}}, {{name: b, listen: 81, to: a}}]": " line 2: hops form a ring, a",
+    f"{ENGINE}haproxy_socket: /run/h.sock": " line 2: haproxy_socket[0] is of a proxy, and no hop is watched; expected",
+    f"{ENGINE}hops: [a=80, b=81]\nenvoy_admin: http://h:1": " line 3: envoy_admin[0] does not say of which hop it is; ",
+    f"{ENGINE}hops: [edge=80]\nnginx_status: egde=http://h:1": " line 3: nginx_status[0] is of egde; expected edge",
+    f"{ENGINE}hops: [a=80]\nhaproxy_socket: [a=/s, b=/t]": " line 3: haproxy_socket[1] is of b; expected a",
+    f"{ENGINE}hops: [a=80]\nhaproxy_socket: /s\nenvoy_admin: http://h:1": " line 4: envoy_admin[0] is of a as another",
+    f"{ENGINE}hops: [a=80]\nhaproxy_socket: h.sock": " line 3: haproxy_socket[0].socket is 'h.sock'; expected an",
+    f"{ENGINE}hops: [a=80]\nnginx_status: h:80": " line 3: nginx_status[0].url is 'h:80'; expected http://HOST:PORT",
     "classes: {batch: soon}": " line 1: classes.batch is 'soon'; expected a time",
     "classes: {'a b': 1}": " line 1: classes.a b is 'a b'; expected a name",
     "classes: {interactive: 5s}": " line 1: classes.interactive names interactive; expected another class",
@@ -572,7 +609,12 @@ def tables() -> str:
         lines.append(
             f"| `{setting.key}` | {flags} | `{setting.variable}` | `{setting.default}` | {setting.shape.meaning} |"
         )
-    for title, kind in (("an engine", EngineSettings), ("a hop", HopSettings)):
+    for title, kind in (
+        ("an engine", EngineSettings),
+        ("a hop", HopSettings),
+        ("an entry of `haproxy_socket`", HaproxySettings),
+        ("an entry of `envoy_admin` or `nginx_status`", InterfaceSettings),
+    ):
         lines += ["", f"In the file {title} has these keys:", "", "| key | takes | meaning |", "| --- | --- | --- |"]
         for declared in msgspec.structs.fields(kind):
             shape = Shape.of(declared.type)

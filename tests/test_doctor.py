@@ -13,6 +13,8 @@ import pytest
 from aiohttp import web
 
 from lab.commands import tokengap
+from lab.http2 import http2_client
+from lab.native import told
 from lab.serving import served
 from tokengap.doctor import (
     Answer,
@@ -21,9 +23,11 @@ from tokengap.doctor import (
     Listeners,
     Namespaces,
     Program,
+    about_blind_spots,
     about_engine,
     about_gpus,
     about_hop,
+    about_interface,
     about_namespaces,
     about_selection,
     about_slots,
@@ -41,11 +45,12 @@ from tokengap.lab.batching import Knobs
 from tokengap.lab.engine import engine_part
 from tokengap.lab.parts import LOOPBACK, free_ports, running
 from tokengap.lab.proxies import PROXIES, Wiring
-from tokengap.readings import LISTEN, EnginePage, ProcessTable
+from tokengap.readings import LISTEN, EnginePage, ProcessTable, ProxySnapshot
 from tokengap.sources.gpu import NvmlReader
 from tokengap.sources.host import Row
 from tokengap.sources.sockets import SocketAccess, probe
-from tokengap.topology import Endpoint, Engine, Hop, Topology
+from tokengap.topology import Endpoint, Engine, Hop, ProxyInterface, Topology
+from tokengap.view import BLIND_SPOTS, BlindSpotView
 
 ACCESS = SocketAccess("Linux 6.18", "sock_diag", True, "", True, "", 50_000, 248)
 ENGINE = Engine("worker", "http://127.0.0.1:8000", (Endpoint(None, 8000),))
@@ -256,6 +261,39 @@ def test_json_and_the_verdict():
     assert healthy(FINDINGS[:2])
 
 
+HAPROXY = ProxyInterface("edge", "haproxy", "/run/haproxy/admin.sock")
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "says"),
+    [
+        (
+            ProxySnapshot("haproxy", streams=3, queued=0, client_aborts=2),
+            "ok",
+            "3 streams, 0 queued, 2 clients that left",
+        ),
+        (ProxySnapshot("haproxy", streams=3, queued=1, oldest_queued=2.0), "ok", "3 streams, 1 queued"),
+        (ProxySnapshot("haproxy", streams=3, queued=1), "note", "3 streams, 1 queued"),
+        (SourceRefused("Permission denied"), "attention", "/run/haproxy/admin.sock: Permission denied"),
+    ],
+)
+def test_what_a_proxy_tells(answer, level, says):
+    """What is told, what takes a higher level, and why it could not be asked."""
+    finding = about_interface(HAPROXY, answer)
+    assert (finding.subject, finding.level) == ("haproxy of edge", level)
+    assert says in finding.found
+
+
+def test_blind_spots_are_noted_with_what_to_do():
+    """Only those that there are."""
+    spots = [BlindSpotView("edge", kind, True, "because") for kind in BLIND_SPOTS]
+    spots += [BlindSpotView("admit", kind, blind) for kind in BLIND_SPOTS for blind in (False, None)]
+    found = list(about_blind_spots(spots))
+    assert [(finding.subject, finding.level, finding.found) for finding in found] == [
+        ("hop edge", "note", f"{kind}: because") for kind in BLIND_SPOTS
+    ]
+
+
 # --- on this host ---------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +363,31 @@ async def test_the_command_on_real_parts(tmp_path: Path):
     assert re.match(rf"nginx \(pid \d+\) listens on :{edge} \(nginx version: ", found["hop edge"]["found"])
     assert (gone.code, gone.err) == (1, "")
     assert "attention  engine worker: connection refused\n           -> start it" in gone.out
+
+
+@pytest.mark.e2e
+async def test_the_command_on_a_proxy_that_tells(tmp_path: Path):
+    """A client on HTTP/2 with three streams: HAProxy's socket is asked, and the blind spot is said. Without HAProxy the
+    socket is what needs attention."""
+    edge, engine = free_ports(2)
+    (own := tmp_path / "edge").mkdir()
+    proxy = told("haproxy", Wiring(edge, engine, False, own))
+    selection = ("--engine", f"worker=http://{LOOPBACK}:{engine}", "--hop", f"edge={edge}")
+    selection += ("--haproxy-socket", proxy.interface.address)
+    async with running(engine_part(engine, Knobs(max_num_seqs=3, rate=20)), tmp_path):
+        async with running(proxy.part, tmp_path), http2_client(edge) as client:
+            await client.got(*[client.ask(max_tokens=2000) for _ in range(3)], tokens=2)
+            well = await tokengap("doctor", *selection, "--json")
+        gone = await tokengap("doctor", *selection)
+    assert well.code == 0, well
+    found = {finding["subject"]: finding["found"] for finding in well.json["findings"]}
+    assert "3 streams, 0 queued" in found["haproxy of edge"]
+    said = [finding["found"] for finding in well.json["findings"] if finding["level"] == "note"]
+    assert "http2_clients: haproxy has 1 connection of HTTP/2 with 3 streams" in said
+    assert gone.code == 1
+    assert (
+        f"attention  haproxy of edge: {proxy.interface.address}: connection refused\n           -> it needs" in gone.out
+    )
 
 
 @pytest.mark.e2e

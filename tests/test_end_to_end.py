@@ -20,6 +20,7 @@ import yaml
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from lab.native import answers, runtime_socket
 from lab.serving import served
 from tokengap.lab.batching import Knobs
 from tokengap.lab.engine import engine_part
@@ -218,7 +219,13 @@ async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path):
     app.router.add_get("/metrics", half_a_page)
     async with (
         served(app) as spare,
-        watched(tmp_path, Knobs(max_num_seqs=1), "--engine", f"spare=http://{LOOPBACK}:{spare}") as lab,
+        runtime_socket(tmp_path / "haproxy.sock", answers()),
+        watched(
+            tmp_path,
+            Knobs(max_num_seqs=1),
+            *("--engine", f"spare=http://{LOOPBACK}:{spare}"),
+            *("--haproxy-socket", f"edge={tmp_path}/haproxy.sock"),
+        ) as lab,
         lab.crowd(3, max_tokens=5000),
         prometheus(tmp_path, lab.exporter.url.removeprefix("http://")) as url,
     ):

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from tokengap.errors import SourceError, SourceRefused, SourceTimeout
 from tokengap.gpu_readings import GpuSnapshot
-from tokengap.readings import EnginePage, ProcessTable, Reading, Readings, SocketSnapshot
+from tokengap.readings import EnginePage, ProcessTable, ProxySnapshot, Reading, Readings, SocketSnapshot
 from tokengap.topology import Topology
 from tokengap.view import View
 
@@ -67,14 +67,23 @@ class GpuSource(Protocol):
         """Return the GPUs as they were last read, or why there are none."""
 
 
+class ProxySource(Protocol):
+    """What the beat needs of :mod:`tokengap.sources.haproxy`, ``envoy`` and ``nginx``."""
+
+    async def read(self) -> ProxySnapshot:
+        """Return what a proxy tells about itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All sources of one exporter; the engines' pages by engine name. ``gpu`` is None where it is not asked for."""
+    """All sources of one exporter; the engines' pages by engine name, proxies by that of their hop. ``gpu`` is None
+    where it is not asked for."""
 
     sockets: SocketSource
     engines: Mapping[str, PageSource]
     processes: ProcessSource
     gpu: GpuSource | None = None
+    proxies: Mapping[str, ProxySource] = field(default_factory=dict)
 
 
 class Join(Protocol):
@@ -164,6 +173,7 @@ class Beat:
         self._pages: dict[str, Asker[EnginePage]] = {name: Asker(f"engine {name}") for name in sources.engines}
         # A walk through the processes of a large host takes seconds, and what it finds changes rarely.
         self._processes: Asker[ProcessTable] = Asker("processes", keep_late=True, valid=PROCESSES_VALID)
+        self._proxies: dict[str, Asker[ProxySnapshot]] = {hop: Asker(f"proxy {hop}") for hop in sources.proxies}
         self._gpu: Asker[GpuSnapshot] = Asker("gpu", keep_late=True)
         self._state = join.start(topology)
 
@@ -186,6 +196,8 @@ class Beat:
             self._gpu.cancel()
             for page in self._pages.values():
                 page.cancel()
+            for proxy in self._proxies.values():
+                proxy.cancel()
 
     async def once(self, *, late: bool = False) -> View:
         """Read, join and publish once."""
@@ -207,10 +219,13 @@ class Beat:
         sockets = await self._sockets.ask(lambda: self._sources.sockets.read(self._topology), within)
         questions = self._join.questions(self._state)
         gpu = self._sources.gpu
-        processes, gpus, pages = await asyncio.gather(
+        processes, gpus, pages, proxies = await asyncio.gather(
             self._processes.ask(lambda: self._sources.processes.read(self._topology, questions), within),
             self._gpu.ask(gpu.read, within) if gpu is not None else _nothing(),
             asyncio.gather(*(self._page(name, source, within) for name, source in self._sources.engines.items())),
+            asyncio.gather(
+                *(self._proxies[hop].ask(source.read, within) for hop, source in self._sources.proxies.items())
+            ),
         )
         for warning in gpus.value.warnings if gpus is not None and gpus.value is not None else ():
             log.warning(warning, extra={"source": "gpu"})
@@ -224,6 +239,7 @@ class Beat:
             engines=dict(zip(self._sources.engines, pages, strict=True)),
             processes=processes,
             gpu=gpus,
+            proxies=dict(zip(self._sources.proxies, proxies, strict=True)),
             late=late,
         )
 

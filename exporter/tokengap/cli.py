@@ -81,7 +81,10 @@ def main() -> None:
 STOP_WITHIN = 5.0
 
 #: What to watch; the other settings are about how.
-SELECTION = ("engines", "hops", "auto", "slots", "netns", "gpu", "dcgm")
+SELECTION = (
+    *("engines", "hops", "auto", "slots", "netns"),
+    *("haproxy_socket", "envoy_admin", "nginx_status", "gpu", "dcgm"),
+)
 
 
 def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -24,20 +24,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import tokengap.join
 from tokengap import __version__
-from tokengap.beat import GpuSource, deadline
+from tokengap.beat import Beat, GpuSource, Sources, deadline
 from tokengap.errors import SourceError, SourceRefused, SourceTimeout
 from tokengap.gpu_readings import ABSENT, GpuReason, GpuSnapshot
 from tokengap.join.gpus import engines_of
-from tokengap.readings import LISTEN, EnginePage, ProcessTable
+from tokengap.readings import LISTEN, EnginePage, ProcessTable, ProxySnapshot
+from tokengap.series.engines import public_url
 from tokengap.sources.commandlines import proxy_program
 from tokengap.sources.engine import EngineSource, metrics_url
 from tokengap.sources.engine_families import FAMILY_NAMED
 from tokengap.sources.host import Row, Tree, holders, listens, rows_in
 from tokengap.sources.namespaces import ALL, Netns, find, look_inside, why_not_enter
 from tokengap.sources.processes import Discovery, Processes
-from tokengap.sources.sockets import SocketAccess, probe
-from tokengap.topology import Endpoint, Engine, Hop, Topology
+from tokengap.sources.proxies import proxy_source
+from tokengap.sources.sockets import SocketAccess, Sockets, probe
+from tokengap.topology import Endpoint, Engine, Hop, ProxyInterface, Topology
+from tokengap.view import BlindSpot, BlindSpotView, View
 
 T = TypeVar("T")
 
@@ -61,6 +65,12 @@ _CAPABILITIES: Final = {"CAP_DAC_READ_SEARCH": 2, "CAP_NET_ADMIN": 12, "CAP_SYS_
 _VERSION_FLAGS: Final = {"nginx": "-v", "haproxy": "-v", "envoy": "--version", "caddy": "version", "traefik": "version"}
 #: Proxies that speak HTTP/2 to clients unless told otherwise.
 _HTTP2: Final = frozenset({"caddy", "envoy", "traefik"})
+#: What to do when a proxy's own interface cannot be read.
+_INTERFACE_ADVICE: Final = {
+    "haproxy": "it needs `stats socket PATH mode 660 level operator` in HAProxy, and this process in its group",
+    "envoy": "it needs the `admin` address of Envoy's configuration, reached from here",
+    "nginx": "it needs a `location` with `stub_status`, open to this address",
+}
 #: Programs that listen for a container, whose own sockets are in another network namespace.
 CONTAINER_DOORS: Final = frozenset({"docker-proxy", "rootlessport", "conmon"})
 
@@ -92,6 +102,10 @@ async def examine(
             look_at_gpus(gpu),
             asyncio.gather(*(ask(engine, session) for engine in watched.engines)),
         )
+        told = await asyncio.gather(
+            *(_or_error(proxy_source(one, session, deadline=PATIENCE).read()) for one in watched.interfaces)
+        )
+        spots = await look_for_blind_spots(watched, session)
     capabilities = effective_capabilities()
     table = processes if isinstance(processes, ProcessTable) else ProcessTable()
     slots = table.slots
@@ -111,6 +125,8 @@ async def examine(
         ),
         *(finding for hop in watched.hops for finding in about_hop(hop, listeners, capabilities)),
         *about_gpus(gpus, watched, table),
+        *(about_interface(one, answer) for one, answer in zip(watched.interfaces, told, strict=True)),
+        *about_blind_spots(spots),
     ]
 
 
@@ -488,6 +504,73 @@ def about_hop(hop: Hop, listeners: Listeners, capabilities: frozenset[str]) -> I
             yield Finding(f"hop {hop.name}", "note", found, advice)
         else:
             yield _about_program(hop, endpoint, min(programs, key=lambda program: program.pid))
+
+
+def about_interface(interface: ProxyInterface, answer: ProxySnapshot | SourceError) -> Finding:
+    """Say what a proxy tells about itself."""
+    subject = f"{interface.program} of {interface.hop}"
+    if isinstance(answer, SourceError):
+        advice = _INTERFACE_ADVICE[interface.program]
+        return Finding(subject, "attention", f"{public_url(interface.address)}: {answer}", advice)
+    parts = {
+        "streams": answer.streams,
+        "queued": answer.queued,
+        "clients that left": answer.client_aborts,
+        "connections of HTTP/2": answer.h2_connections,
+    }
+    found = "it tells " + ", ".join(f"{value} {what}" for what, value in parts.items() if value is not None)
+    if answer.queued and answer.oldest_queued is None and interface.program == "haproxy":
+        advice = "how long requests wait in its queue is told at level operator (stats socket PATH level operator)"
+        return Finding(subject, "note", found, advice)
+    return Finding(subject, "ok", found)
+
+
+#: Beats that are watched for blind spots: the first two tell what changes.
+_BEATS: Final = 3
+
+_BLIND_ADVICE: Final[Mapping[BlindSpot, str]] = {
+    "http2_clients": "name the interface that counts them: --haproxy-socket, --envoy-admin or --nginx-status",
+    "http3_clients": "their requests are never called orphans; Envoy's own interface counts them (--envoy-admin)",
+    "unix_upstream": "let the proxy call the engine over TCP; until then its tokens are unattributed",
+    "load_balancer": "run tokengap in front as well: here a client is there until what is in front lets go",
+}
+
+
+async def look_for_blind_spots(watched: Topology, session: aiohttp.ClientSession) -> Sequence[BlindSpotView]:
+    """Watch for a few beats, as `serve` does, and return what cannot be seen of each hop."""
+    if not watched.hops:
+        return ()
+    try:
+        sockets = await asyncio.to_thread(Sockets)
+    except SourceError:
+        return ()
+    within = deadline(watched.interval)
+    sources = Sources(
+        sockets=sockets,
+        engines={engine.name: EngineSource(engine, session, deadline=within) for engine in watched.engines},
+        processes=Processes(),
+        proxies={one.hop: proxy_source(one, session, deadline=within) for one in watched.interfaces},
+    )
+
+    async def nowhere(_: View) -> None:
+        return None
+
+    beat = Beat(watched, sources, tokengap.join, nowhere)
+    try:
+        view = await beat.once()
+        for _ in range(_BEATS - 1):
+            await asyncio.sleep(min(watched.interval, 1.0))
+            view = await beat.once()
+    finally:
+        sockets.close()
+    return view.blind_spots
+
+
+def about_blind_spots(spots: Iterable[BlindSpotView]) -> Iterator[Finding]:
+    """Say what cannot be seen, as far as it shows now."""
+    for spot in spots:
+        if spot.blind:
+            yield Finding(f"hop {spot.hop}", "note", f"{spot.kind}: {spot.why}", _BLIND_ADVICE[spot.kind])
 
 
 def _about_program(hop: Hop, endpoint: Endpoint, program: Program) -> Finding:

@@ -180,12 +180,59 @@ class ProcessTable:
     exporter's own sockets are always among them.
     ``slots`` is ``--max-num-seqs`` times data-parallel size from an engine's command line, by engine name, where it
     stands there. ``families`` are, by engine name, the processes of an engine on this host: those that hold its API's
-    listener, their master and all that descend from it; its GPU work is in one of them.
+    listener, their master and all that descend from it; its GPU work is in one of them. ``unseen`` is, by hop name,
+    what its processes hold that is not TCP.
     """
 
     owners: Mapping[int, str] = field(default_factory=dict)
     slots: Mapping[str, int] = field(default_factory=dict)
     families: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    unseen: Mapping[str, UnseenSockets] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UnseenSockets:
+    """Sockets of one hop's processes that no table of TCP shows. None: not known, the processes may not be looked into.
+
+    ``quic`` are UDP ports at which it takes HTTP/3 clients: those on which it listens with TCP as well. ``unix`` are
+    the paths of unix-domain sockets it is connected *to*, where another process listens.
+    """
+
+    quic: tuple[int, ...] | None = None
+    unix: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySnapshot:
+    """What a proxy tells about itself, over all its listeners. None: this program does not tell.
+
+    ``uptime`` is seconds since its process started: when it falls, the totals began anew. ``connections`` are open
+    client connections, ``streams`` requests in flight by the proxy's own count, ``queued`` those of them that wait
+    inside it for a server, ``oldest_queued`` the age of the oldest of these in seconds. ``client_aborts`` is the total
+    of requests whose client left before the end, ``resets`` the total of HTTP/2 streams that clients reset (with both,
+    a reset counts in both). ``h2_connections`` and ``h2_streams`` are those of clients, ``h3_connections`` likewise.
+    """
+
+    program: str
+    uptime: float | None = None
+    connections: int | None = None
+    streams: int | None = None
+    queued: int | None = None
+    oldest_queued: float | None = None
+    client_aborts: int | None = None
+    resets: int | None = None
+    h2_connections: int | None = None
+    h2_streams: int | None = None
+    h3_connections: int | None = None
+
+    @property
+    def multiplexes(self) -> bool | None:
+        """Whether clients send several requests over one connection now (HTTP/2), None where that is not told."""
+        if self.h2_connections is not None:
+            return self.h2_connections > 0
+        if self.streams is None or self.connections is None:
+            return None
+        return self.streams > self.connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +258,8 @@ class Readings:
 
     ``at`` is *now*, monotonic; ``wall`` the same instant as Unix time, for people and timestamps only. ``late`` is True
     when this beat came more than half an interval after it was due (a suspended process, a starved host). ``gpu`` is
-    None where GPUs are not asked for (``--no-gpu``); on a host without any it has a value that says so.
+    None where GPUs are not asked for (``--no-gpu``); on a host without any it has a value that says so. ``proxies`` is
+    by hop, for those whose own interface was named.
     """
 
     at: float
@@ -221,4 +269,5 @@ class Readings:
     engines: Mapping[str, Reading[EnginePage]]
     processes: Reading[ProcessTable]
     gpu: Reading[GpuSnapshot] | None = None
+    proxies: Mapping[str, Reading[ProxySnapshot]] = field(default_factory=dict)
     late: bool = False

@@ -13,10 +13,12 @@ import tokengap.join
 from tokengap.beat import Beat, GpuSource, Sources, deadline
 from tokengap.config import Settings, topology
 from tokengap.errors import SettingsError
+from tokengap.series.engines import public_url
 from tokengap.sources.dcgm import DcgmPage
 from tokengap.sources.engine import EngineSource, resolve
 from tokengap.sources.gpu import NvmlReader
 from tokengap.sources.processes import Discovery, Processes, discover
+from tokengap.sources.proxies import proxy_source
 from tokengap.sources.sockets import Sockets
 from tokengap.topology import Topology
 from tokengap.web.routes import make_app
@@ -67,6 +69,7 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
                 sockets=sockets,
                 engines={engine.name: EngineSource(engine, session, deadline=within) for engine in watched.engines},
                 processes=Processes(netns=netns),
+                proxies={one.hop: proxy_source(one, session, deadline=within) for one in watched.interfaces},
                 gpu=gpu,
             )
             beat = asyncio.create_task(
@@ -119,6 +122,8 @@ async def serve(settings: Settings, until: asyncio.Event) -> None:
     for hop in watched.hops:
         listen = ",".join(map(str, hop.listen))
         log.info("hop", extra={"hop": hop.name, "listen": listen, "to": ",".join(hop.to)})
+    for one in watched.interfaces:
+        log.info("proxy", extra={"hop": one.hop, "program": one.program, "address": public_url(one.address)})
     async with exporter(settings, watched) as (server, _):
         log.info("serving", extra={"address": server.url + settings.telemetry_path})
         await until.wait()

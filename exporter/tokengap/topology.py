@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 #: The class of a stream that says nothing else: a person is waiting for it.
 INTERACTIVE = "interactive"
@@ -64,6 +65,16 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
+class ProxyInterface:
+    """Where the proxy of a hop tells about itself: HAProxy's runtime socket (a path, or ``HOST:PORT``), Envoy's admin
+    interface or nginx's page of ``stub_status`` (a URL)."""
+
+    hop: str
+    program: Literal["haproxy", "envoy", "nginx"]
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class GpuPrice:
     """What a GPU costs: ``per_hour`` in ``currency`` for one GPU, power included, None where no price is set.
 
@@ -93,13 +104,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Engines, hops (outermost first) and limits. ``interval`` is the beat in seconds."""
+    """Engines, hops (outermost first) and limits. ``interval`` is the beat in seconds. ``interfaces`` are those of
+    proxies that may be asked, at most one a hop."""
 
     engines: tuple[Engine, ...] = ()
     hops: tuple[Hop, ...] = ()
     limits: Limits = field(default_factory=Limits)
     interval: float = 1.0
     price: GpuPrice = field(default_factory=GpuPrice)
+    interfaces: tuple[ProxyInterface, ...] = ()
 
     @property
     def hop_names(self) -> tuple[str, ...]:

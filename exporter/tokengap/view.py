@@ -43,6 +43,11 @@ OrphanJoules: TypeAlias = Literal["full", "active", "sole"]
 #: be read; the beat lasted too long; it is a MIG instance, and nobody can say what part of the whole it costs.
 Unaccounted: TypeAlias = Literal["gpu", "engine", "late", "mig"]
 
+#: What cannot be seen of a hop: requests of HTTP/2 clients one by one; clients on HTTP/3 (UDP); the engine's side where
+#: it is a unix-domain socket; who is behind a load balancer, a CDN or another gateway.
+BlindSpot: TypeAlias = Literal["http2_clients", "http3_clients", "unix_upstream", "load_balancer"]
+BLIND_SPOTS: tuple[BlindSpot, ...] = ("http2_clients", "http3_clients", "unix_upstream", "load_balancer")
+
 #: Upper bounds of the stream-age distribution, seconds. 6 and 8 are the default age cut and deadline.
 AGE_BOUNDS: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 
@@ -73,8 +78,8 @@ StreamTable: TypeAlias = NDArray[Any]
 class SourceView:
     """One source after a beat: up or not, how long it took, and in words what serves or what is wrong."""
 
-    source: str  # sockets, engine, processes
-    target: str  # the engine's name; empty for sources of which there is one
+    source: str  # sockets, engine, proxy, processes, gpu
+    target: str  # the engine's or the hop's name; empty for sources of which there is one
     up: bool
     seconds: float
     detail: str
@@ -170,6 +175,34 @@ class GpusView:
 
 
 @dataclass(frozen=True, slots=True)
+class ProxyView:
+    """What the proxy of a hop tells about itself, as :class:`~tokengap.readings.ProxySnapshot`. None: not told in this
+    beat. ``client_aborts`` and ``resets`` count from when this exporter read it first, and never fall. ``stale``: it
+    counts streams although no client is connected and none goes to an engine, a count that leaked."""
+
+    hop: str
+    program: str
+    streams: int | None = None
+    queued: int | None = None
+    oldest_queued: float | None = None
+    client_aborts: float | None = None
+    resets: float | None = None
+    h2_connections: int | None = None
+    h2_streams: int | None = None
+    stale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlindSpotView:
+    """Whether a hop has a blind spot: True, False, None where that is not known. ``why``, in words."""
+
+    hop: str
+    kind: BlindSpot
+    blind: bool | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Price:
     """What one GPU costs an hour."""
 
@@ -249,3 +282,5 @@ class View:
     gpus: GpusView | None = None
     price: Price | None = None
     namespaces: Mapping[NetnsState, int] = field(default_factory=dict)
+    proxies: tuple[ProxyView, ...] = ()
+    blind_spots: tuple[BlindSpotView, ...] = ()

@@ -16,7 +16,7 @@ from tokengap.series.engines import public_url
 #: All labels that a series may have. Each one's values are configured, or a fixed list.
 BOUNDED = {
     *("engine", "hop", "client", "class", "model", "how", "state", "source", "target", "mode", "reason", "url"),
-    *("version", "python", "currency", "basis", "by", "family"),
+    *("version", "python", "currency", "basis", "by", "family", "kind"),
     *("uuid", "index", "name", "pci", "driver", "parent", "way", "scope", "action", "xid"),
 }
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from tokengap.readings import ESTABLISHED, ProcessTable
+from tokengap.readings import ESTABLISHED, ProcessTable, UnseenSockets
 from tokengap.sources import host, processes
 from tokengap.sources.host import Row, rows_in
 from tokengap.sources.processes import Discovery, Processes, discover
@@ -47,6 +47,22 @@ while command := sys.stdin.readline().split():
     elif command[0] == "connect":
         sockets.append(socket.create_connection(("127.0.0.1", int(command[1]))))
         print(inode(sockets[-1]), flush=True)
+    elif command[0] == "udp":  # at the port of the listener, or at any
+        sockets.append(socket.socket(type=socket.SOCK_DGRAM))
+        sockets[-1].bind(("127.0.0.1", sockets[0].getsockname()[1] if command[1:] == ["same"] else 0))
+        print("ok", flush=True)
+    elif command[0] == "unix":  # connect to a path
+        sockets.append(socket.socket(socket.AF_UNIX))
+        sockets[-1].connect(command[1])
+        print("ok", flush=True)
+    elif command[0] == "listen-unix":  # at a path, and be connected to it
+        sockets.append(socket.socket(socket.AF_UNIX))
+        sockets[-1].bind(command[1])
+        sockets[-1].listen()
+        sockets += [socket.socket(socket.AF_UNIX), *socket.socketpair()]
+        sockets[-3].connect(command[1])
+        sockets.append(sockets[-4].accept()[0])
+        print("ok", flush=True)
     elif command[0] == "fork":  # a worker that keeps what is open, or gives the listener back
         ready, told = os.pipe()
         if os.fork() == 0:
@@ -127,6 +143,45 @@ def behind(*hops: tuple[str, int], engine: int | None = None) -> Topology:
 def told(table: ProcessTable, asked: frozenset[int]) -> dict[int, str]:
     """What was answered of what was asked; our own sockets are told unasked."""
     return {inode: owner for inode, owner in table.owners.items() if inode in asked}
+
+
+async def unseen(topology: Topology) -> UnseenSockets:
+    """What the processes of the first hop hold that is not TCP."""
+    return (await Processes().read(topology, frozenset())).unseen[topology.hops[0].name]
+
+
+async def test_what_a_hop_holds_that_is_not_tcp(tmp_path: Path) -> None:
+    """A UDP socket at the port on which it listens, and a path at which another process listens. Not: any other UDP
+    port, what it listens at itself, a pair of sockets between its processes, what is of the system."""
+    path, own = str(tmp_path / "engine.sock"), str(tmp_path / "own.sock")
+    with started() as edge, socket.socket(socket.AF_UNIX) as engine:
+        topology = behind(("edge", edge.port))
+        edge.tell("udp any")
+        edge.tell(f"listen-unix {own}")
+        assert await unseen(topology) == UnseenSockets((), ())
+        edge.tell("udp same")
+        engine.bind(path)
+        engine.listen()
+        edge.tell(f"unix {path}")
+        accepted, _ = engine.accept()
+        with accepted:
+            assert await unseen(topology) == UnseenSockets((edge.port,), (path,))
+
+
+async def test_of_processes_that_may_not_be_looked_into_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor of a hop on which nobody listens: None, not "none"."""
+    with started() as edge, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        assert await unseen(behind(("edge", nobody.getsockname()[1]))) == UnseenSockets()
+        looked = host.holders
+
+        def hidden(pids, inodes):
+            return (
+                host.Held(looked(pids, inodes).pids, frozenset({edge.pid})) if inodes is None else looked(pids, inodes)
+            )
+
+        monkeypatch.setattr(processes, "holders", hidden)
+        assert await unseen(behind(("edge", edge.port))) == UnseenSockets()
 
 
 async def owners(topology: Topology, *inodes: int) -> dict[int, str]:
@@ -256,6 +311,25 @@ async def test_answers_are_kept_while_asked_for_and_then_forgotten(monkeypatch: 
     for _ in range(2):
         await source.read(topology, frozenset())
     assert told(await source.read(topology, asked), asked) != {downstream: "edge"}
+
+
+@pytest.mark.parametrize("watches_a_hop", [True, False])
+async def test_nothing_is_looked_through_without_need(watches_a_hop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is known who listens, beats without a question walk through nothing for seconds."""
+    walks = []
+    look = processes._Host.look
+
+    def count(*arguments):
+        walks.append(arguments)
+        return look(*arguments)
+
+    monkeypatch.setattr(processes._Host, "look", count)
+    source = Processes()
+    with started() as edge:
+        topology = behind(*([("edge", edge.port)] if watches_a_hop else []))
+        for _ in range(20):
+            await source.read(topology, frozenset())
+    assert len(walks) == 1
 
 
 async def test_our_own_sockets_are_told_unasked() -> None:

@@ -338,6 +338,7 @@ async def test_streams(serve: Serve) -> None:
         "orphaned": 0.0,
         "deadline_slack_seconds": 5.5,
         "client_address": "203.0.113.x:*",
+        "blind_spots": ["http2_clients"],
     }
     assert [row["client_connected"] for row in rows] == [1, 1, 0, 1]
     assert [row["leaks_at"] for row in rows] == [None, None, "edge", None]
@@ -391,6 +392,20 @@ async def test_engines(serve: Serve) -> None:
     assert second["running"] is None
     assert second["state"] == "dead"
     assert "secret" not in text
+
+
+async def test_hops(serve: Serve) -> None:
+    """What each proxy tells, null where none is asked; whether each blind spot is one, null where that is not known."""
+    client = await serve(published())
+    async with client.get("/api/hops") as answer:
+        edge, admit = await answer.json()
+    assert (edge["hop"], edge["proxy"]["streams"], edge["proxy"]["oldest_queued"]) == ("edge", 6, 3.0)
+    assert edge["blind_spots"]["http2_clients"] == {
+        "blind": True,
+        "why": "haproxy has 1 connection of HTTP/2 with 3 streams",
+    }
+    assert [spot["blind"] for spot in edge["blind_spots"].values()] == [True, None, False, False]
+    assert (admit["proxy"]["queued"], admit["proxy"]["stale"], admit["blind_spots"]) == (None, True, {})
 
 
 async def test_gpus(serve: Serve) -> None:
@@ -456,6 +471,7 @@ async def test_landing_page(serve: Serve) -> None:
     assert {"script", "b"}.isdisjoint(outline.tags)
     for shown in (
         *("worker", "busy", "1 running, 2 waiting", "16,092", "992", "6.8 s", "interactive 1.2 s"),
+        *("haproxy", "nginx: its count has leaked", "http2_clients", "1 connection of HTTP/2 with 3 streams"),
         *("<script>alert(1)</script>", 'spare "b"\\<b>', "not known", "connection refused", "Accounting: exact"),
     ):
         assert shown in outline.text

@@ -33,6 +33,7 @@ def broken(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
     yield from _classes(settings)
     yield from _listeners(settings)
     if not settings.auto:  # otherwise a hop may forward to what is yet to be found
+        yield from interfaces(settings, [hop.name for hop in settings.hops])
         yield from targets(settings.hops, [one.name for _, _, one in _engines_and_hops(settings)])
 
 
@@ -85,6 +86,27 @@ def _listeners(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
 def same_listener(one: Endpoint, other: Endpoint) -> bool:
     """Tell whether two addresses of this host could be of one listening socket."""
     return one.port == other.port and (one.address == other.address or None in (one.address, other.address))
+
+
+def interfaces(settings: Settings, hops: Sequence[str]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what is wrong with the interfaces of proxies, ``hops`` being the names of all hops."""
+    seen: set[str] = set()
+    for key in ("haproxy_socket", "envoy_admin", "nginx_status"):
+        for index, one in enumerate(getattr(settings, key)):
+            hop = one.hop or (hops[0] if len(hops) == 1 else "")
+            if not hops:
+                yield (key, index), "is of a proxy, and no hop is watched; expected one, such as --hop edge=:8080"
+            elif not hop:
+                yield (
+                    (key, index),
+                    f"does not say of which hop it is; expected one of {', '.join(hops)}, and = before it",
+                )
+            elif hop not in hops:
+                expected = difflib.get_close_matches(hop, hops, n=1) or hops
+                yield (key, index), f"is of {hop}; expected {' or '.join(expected)}"
+            elif hop in seen:
+                yield (key, index), f"is of {hop} as another interface is; expected one for each hop"
+            seen.add(hop)
 
 
 def targets(hops: Sequence[HopSettings], known: Sequence[str]) -> Iterator[tuple[KeyPath, str]]:

@@ -25,6 +25,7 @@ from tokengap.config.values import (
     Name,
     Netns,
     PagePath,
+    RuntimeSocket,
     Seconds,
     Switch,
     Url,
@@ -85,6 +86,43 @@ class HopSettings(Struct, frozen=True, forbid_unknown_fields=True):
         return {"name": name, "listen": listen}
 
 
+class HaproxySettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The runtime socket of one HAProxy. ``[HOP=]PATH`` says the same in one word."""
+
+    expects: ClassVar = "[HOP=]PATH, or a mapping with socket and, where there are several hops, hop"
+    metavar: ClassVar = "[HOP=]PATH"
+
+    socket: Annotated[
+        RuntimeSocket, "Its `stats socket`: a path, or HOST:PORT. Level `user` will do; `operator` tells queue ages."
+    ]
+    hop: Annotated[Name, "The hop that it is. May be left out where there is only one."] = Name()
+
+    @staticmethod
+    def in_one_word(text: str) -> dict[str, Any]:
+        """Return the mapping that ``[HOP=]PATH`` stands for."""
+        return _of_hop(text, "socket")
+
+
+class InterfaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The page on which one proxy tells about itself. ``[HOP=]URL`` says the same in one word."""
+
+    expects: ClassVar = "[HOP=]URL, or a mapping with url and, where there are several hops, hop"
+    metavar: ClassVar = "[HOP=]URL"
+
+    url: Annotated[Url, "Where it is: Envoy's admin address, or nginx's page of `stub_status`."]
+    hop: Annotated[Name, "The hop that it is. May be left out where there is only one."] = Name()
+
+    @staticmethod
+    def in_one_word(text: str) -> dict[str, Any]:
+        """Return the mapping that ``[HOP=]URL`` stands for."""
+        return _of_hop(text, "url")
+
+
+def _of_hop(text: str, key: str) -> dict[str, Any]:
+    hop, equals, address = text.partition("=")
+    return {"hop": hop, key: address} if equals and "/" not in hop and ":" not in hop else {key: text}
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be set."""
 
@@ -119,6 +157,18 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Netns, ...],
         "Further network namespaces whose sockets to read, as those of containers: of a process, at a path, or all of "
         "this host. Needs CAP_SYS_ADMIN; see [containers.md](containers.md).",
+    ] = ()
+    haproxy_socket: Annotated[
+        tuple[HaproxySettings, ...],
+        "HAProxy's runtime socket, a path or HOST:PORT: what waits inside it, streams of HTTP/2, clients that left.",
+    ] = ()
+    envoy_admin: Annotated[
+        tuple[InterfaceSettings, ...],
+        "Envoy's admin interface, such as http://127.0.0.1:9901: streams of HTTP/2, what waits inside it, clients that "
+        "left.",
+    ] = ()
+    nginx_status: Annotated[
+        tuple[InterfaceSettings, ...], "nginx's page of `stub_status`: how many requests it has at work."
     ] = ()
     gpu: Annotated[bool, "Read this host's GPUs where there is an NVIDIA driver."] = True
     dcgm: Annotated[

@@ -120,12 +120,35 @@ class Url(str):
         return parts.netloc.rpartition("@")[2].lower() + re.sub(r"/(?:v1|metrics)$", "", parts.path)
 
 
+class RuntimeSocket(str):
+    """Where HAProxy's runtime socket is."""
+
+    __slots__ = ()
+    expects: ClassVar = "an absolute path such as /run/haproxy/admin.sock, or HOST:PORT"
+    metavar: ClassVar = "PATH"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        text = str(value).strip()
+        host, _, port = text.rpartition(":")
+        if not text.startswith("/"):
+            if "/" in text or not host or not _PORT.fullmatch(port) or int(port) > 65535:
+                raise ValueError
+        elif not text.isprintable() or len(text.encode()) > 107:  # sun_path of sockaddr_un, unix(7)
+            raise ValueError
+        return cls(text)
+
+
 class PagePath(str):
     """A path of the exporter's own server."""
 
     __slots__ = ()
     #: What is served there anyway.
-    taken: ClassVar = ("/", "/api/streams", "/api/engines", "/api/gpus", "/api/sources", "/-/healthy", "/-/ready")
+    taken: ClassVar = (
+        *("/", "/api/streams", "/api/engines", "/api/hops", "/api/gpus", "/api/sources"),
+        *("/-/healthy", "/-/ready"),
+    )
     expects: ClassVar = f"a path such as /metrics, and none of {', '.join(taken)}"
     metavar: ClassVar = "PATH"
 

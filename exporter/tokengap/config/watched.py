@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -13,7 +13,7 @@ from typing import TypeAlias
 from tokengap.config import rules
 from tokengap.config.settings import EngineSettings, HopSettings, Settings
 from tokengap.errors import SettingsError, SourceError
-from tokengap.topology import ENGINE_HOP, INTERACTIVE, Endpoint, Engine, GpuPrice, Hop, Limits, Topology
+from tokengap.topology import ENGINE_HOP, INTERACTIVE, Endpoint, Engine, GpuPrice, Hop, Limits, ProxyInterface, Topology
 
 #: From an engine's URL to the addresses at which it is reached. Raises SourceError when the name does not resolve.
 Resolve: TypeAlias = Callable[[str], Awaitable[tuple[Endpoint, ...]]]
@@ -35,9 +35,11 @@ async def topology(
     chained = _chained(settings.hops, names)
     for hop in chained:
         _check_apart(hop, all_engines)
+    all_hops = _outermost_first(_with_found_hops(chained, hops, names, called))
     return Topology(
         engines=all_engines,
-        hops=_outermost_first(_with_found_hops(chained, hops, names, called)),
+        hops=all_hops,
+        interfaces=tuple(_interfaces(settings, [hop.name for hop in all_hops])),
         limits=Limits(
             deadlines={INTERACTIVE: float(settings.deadline)}
             | {str(name): float(seconds) for name, seconds in settings.classes.items() if seconds is not None},
@@ -52,6 +54,18 @@ async def topology(
             idle_power=None if settings.gpu_idle_power is None else float(settings.gpu_idle_power),
         ),
     )
+
+
+def _interfaces(settings: Settings, hops: Sequence[str]) -> Iterator[ProxyInterface]:
+    for path, problem in rules.interfaces(settings, hops):
+        raise SettingsError(f"{path[0]} {problem}")
+    only = hops[0] if hops else ""
+    for haproxy in settings.haproxy_socket:
+        yield ProxyInterface(str(haproxy.hop or only), "haproxy", str(haproxy.socket))
+    for envoy in settings.envoy_admin:
+        yield ProxyInterface(str(envoy.hop or only), "envoy", str(envoy.url))
+    for nginx in settings.nginx_status:
+        yield ProxyInterface(str(nginx.hop or only), "nginx", str(nginx.url))
 
 
 async def _engine(engine: EngineSettings, settings: Settings, resolve: Resolve) -> Engine:

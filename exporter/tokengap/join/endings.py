@@ -121,7 +121,13 @@ def end(
     left_now = over & (streams.client >= VANISHED) & ~left_before
     answered = ~np.isnan(seg["answered"])
     whole = there & answered & ~np.array(died)
-    for i in np.flatnonzero(there):
+    # Over HTTP/2 a client that stays may have left one of its streams: then the engine finished fewer than ended.
+    unfinished = max(int(whole.sum()) - spare, 0) if page is not None and page.finished is not None else 0
+    reset = np.flatnonzero(whole & seg["shared"])[:unfinished]
+    whole[reset] = False
+    for i in reset:
+        add(int(streams.entered[i]), "cancelled")
+    for i in np.setdiff1d(np.flatnonzero(there), reset):
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")
     spare -= int(whole.sum())
     tail = np.minimum(np.maximum(TAIL_BYTES, TAIL_SHARE * seg["supply"]), body(seg) / 2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.join import cost, endings, gpus, ledger, queue, rest, silent, streams, verdict
+from tokengap.join import blind, cost, endings, gpus, ledger, proxies, queue, rest, silent, streams, verdict
 from tokengap.join.client import CONNECTED, VANISHED
 from tokengap.join.segments import Owned, Segments, in_flight, stays
 from tokengap.readings import EnginePage, Reading, Readings, SocketSnapshot, as_ipv6
@@ -56,6 +56,8 @@ class State:
     engines: Mapping[str, EngineMemory]
     gpus: gpus.GpuState = field(default_factory=gpus.GpuState)
     cost: cost.CostState = field(default_factory=cost.CostState)
+    proxies: Mapping[str, proxies.ProxyMemory] = field(default_factory=dict)
+    blind: Mapping[tuple[str, str], blind.Sign] = field(default_factory=dict)
     at: float | None = None
     beats: int = 0
     late_beats: int = 0
@@ -88,7 +90,9 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
             if (page := pages.get(engine.name)) is not None and page.running is not None
         }
         sockets = readings.sockets
-        stream_state, seen = streams.advance(state.streams, snapshot, sockets.at, in_engine, owners, blur=sockets.took)
+        stream_state, seen = streams.advance(
+            state.streams, snapshot, sockets.at, in_engine, owners, blur=sockets.took, blind=blind.blinded(readings)
+        )
     else:
         stream_state, seen = state.streams, None
 
@@ -114,6 +118,10 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         seen = replace(seen, segments=segments)
         table, groups = _streams_now(seen, topology, readings)
 
+    memories_of_proxies = proxies.observe(state.proxies, readings)
+    signs = seen.signs if seen is not None else None
+    without_sockets = frozenset(hop_names[hop] for hop in signs.without_sockets) if signs is not None else frozenset()
+    blind_state, blind_spots = blind.observe(state.blind, readings, signs)
     gpu_state, gpus_view, used = gpus.observe(state.gpus, readings)
     costs = cost.account(state.cost, gpus_view, used, loads, dt=dt, interval=topology.interval)
     price = topology.price
@@ -126,6 +134,8 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         engines=memories,
         gpus=gpu_state,
         cost=costs,
+        proxies=memories_of_proxies,
+        blind=blind_state,
         at=readings.at,
         beats=state.beats + 1,
         late_beats=state.late_beats + readings.late,
@@ -154,6 +164,8 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         streams=table,
         gpus=gpus_view,
         price=None if price.per_hour is None else Price(price.per_hour, price.currency),
+        proxies=proxies.views(memories_of_proxies, readings, without_sockets),
+        blind_spots=blind_spots,
     )
     return state, view_
 
@@ -379,6 +391,12 @@ def _waits(
     for hop, asked, client in zip(seen.held.hop, seen.held.asked, seen.held.client, strict=True):
         if client < VANISHED and _reaches(topology, int(hop), index):
             waits(classes[hop], float(at - asked))
+    # And what the proxy tells, where sockets do not: streams of HTTP/2 in its queue.
+    for index_of_hop, hop_ in enumerate(topology.hops):
+        reading = readings.proxies.get(hop_.name)
+        oldest = reading.value.oldest_queued if reading is not None and reading.value is not None else None
+        if oldest and _reaches(topology, index_of_hop, index):
+            waits(classes[index_of_hop], oldest)
     return _Waits(at - seg["asked"][mute], worst)
 
 
@@ -530,6 +548,9 @@ def _sources(readings: Readings) -> Iterator[SourceView]:
     yield SourceView("sockets", "", sockets.value is not None, sockets.took, sockets.error or way)
     for name, page in readings.engines.items():
         yield SourceView("engine", name, page.value is not None, page.took, page.error or "")
+    for hop, told in readings.proxies.items():
+        program = told.value.program if told.value is not None else ""
+        yield SourceView("proxy", hop, told.value is not None, told.took, told.error or program)
     processes = readings.processes
     yield SourceView("processes", "", processes.value is not None, processes.took, processes.error or "")
     if readings.gpu is not None:

@@ -17,6 +17,9 @@ from tokengap.join.segments import HEADER_MOST, HEADER_SECONDS, OWNED, SAME_INST
 from tokengap.join.sockets import Sides, Tracked, locate
 from tokengap.readings import ESTABLISHED
 
+#: How many times as much as one request a client's socket has received that carried several, at least.
+SEVERAL = 1.5
+
 #: Bytes that a proxy may hold back from a client that it serves (nginx with proxy_buffering on: two buffers of 8 KB).
 HELD_BACK = 16 * 1024
 
@@ -32,18 +35,24 @@ def find_clients(
     ratio: NDArray[np.float64],
     at: float,
     blur: float,
+    frames: NDArray[np.uint64],
+    before: float,
 ) -> None:
     """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom.
 
     A process has its sockets in one network namespace, so a hop that runs in several is matched in each alone.
+    ``frames``: client-facing sockets, by cookie, that are known to carry several requests at once. ``before``: when the
+    beat before was.
     """
     netns = now.rows["netns"]
     if not netns.any():
-        _find_clients(seg, now, side, np.ones(len(seg), dtype=np.bool_), edges, ratio, at, blur)
+        everywhere = np.ones(len(seg), dtype=np.bool_)
+        _find_clients(seg, now, side, everywhere, edges, ratio, at, blur, frames, before)
         return
     for number in np.unique(netns):
         down = np.where(netns == number, side.down, -1)
-        _find_clients(seg, now, replace(side, down=down), seg["netns"] == number, edges, ratio, at, blur)
+        here = seg["netns"] == number
+        _find_clients(seg, now, replace(side, down=down), here, edges, ratio, at, blur, frames, before)
 
 
 def _find_clients(
@@ -55,6 +64,8 @@ def _find_clients(
     ratio: NDArray[np.float64],
     at: float,
     blur: float,
+    frames: NDArray[np.uint64],
+    before: float,
 ) -> None:
     for hop in np.unique(side.down[side.down >= 0]):
         mine = here & ((seg["hop"] == hop) | (seg["hop"] == UNSEEN))
@@ -64,6 +75,7 @@ def _find_clients(
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         _claim_closed(seg, now, side, mine, int(hop), ratio, at)
         _pair_free(seg, now, side, mine, int(hop), at, blur)
+        _share(seg, now, side, mine, int(hop), before, blur, frames)
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         burst = _burst(seg, now, mine, int(hop), ratio, at)
         left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody who was gone
@@ -138,7 +150,6 @@ def _pair_free(
         )
         for i, j in matches:
             _join(seg, wanting[i], now, candidates[j], hop)
-    _share(seg, now, side, hop, needy, blur)
 
 
 def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> None:
@@ -153,20 +164,57 @@ def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> No
     seg["lag"][i] = np.nan
 
 
-def _share(seg: Segments, now: Tracked, side: Sides, hop: int, needy: NDArray[np.bool_], blur: float) -> None:
-    """Several requests on one client socket (HTTP/2): the kernel tells the newest one's instant, so find those."""
-    alone = np.flatnonzero(needy & (seg["down"] == 0) & np.isnan(seg["ended"]))
+def _share(
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    mine: NDArray[np.bool_],
+    hop: int,
+    before: float,
+    blur: float,
+    frames: NDArray[np.uint64],
+) -> None:
+    """Find the requests that share a client's socket (HTTP/2). The kernel tells the instant of the newest piece on it.
+
+    ===================================================  ==========================================================
+    a request without a client of its own                whose it is
+    ===================================================  ==========================================================
+    came when a socket that is busy already was asked    that socket's
+    is surely the hop's, for two beats, and nobody left  that of a busy socket that was asked at that instant,
+    when it came                                         and that received as much as several requests
+    is surely the hop's, and one socket that carries     that socket's; of several the kernel does not tell which,
+    several requests was asked then, or spoke since      and its client stays unseen
+    ===================================================  ==========================================================
+    """
+    alone = np.flatnonzero(mine & (seg["down"] == 0) & np.isnan(seg["ended"]) & (seg["client"] == UNSEEN))
     if not len(alone):
         return
-    busy = locate(np.sort(seg["down"][np.isnan(seg["ended"])]), now.rows["cookie"]) >= 0
-    asking = (side.down == hop) & ~now.ended & (now.rows["state"] == ESTABLISHED) & now.known & (now.d_received > 1)
-    sockets = np.flatnonzero(asking & busy)
-    for i in alone if len(sockets) else ():
-        gap = np.abs(now.track["asked"][sockets] - seg["asked"][i])
-        if gap.min() <= SAME_INSTANT + blur:
-            row = sockets[gap.argmin()]
+    cookies, asked = now.rows["cookie"], now.track["asked"]
+    listening = (side.down == hop) & ~now.ended & (now.rows["state"] == ESTABLISHED)
+    busy = listening & (locate(np.sort(seg["down"][np.isnan(seg["ended"])]), cookies) >= 0)
+    asked_again = np.flatnonzero(busy & now.known & (now.d_received > 1))
+    at_once, framed = np.flatnonzero(busy), np.flatnonzero(listening & np.isin(cookies, frames))
+    for i in alone:
+        owned = bool(seg["owner"][i] == OWNED)
+        sure = owned and seg["born"][i] < before and not seg["maybe_left"][i]
+        # A socket that several requests came by has received more than one of them is.
+        one = now.rows["bytes_sent"][now.find(seg["carrier"][i : i + 1])][0]
+        several = at_once[now.rows["bytes_received"][at_once] >= SEVERAL * one]
+        row = _nearest(asked, several if sure else asked_again, seg["asked"][i], SAME_INSTANT + blur)
+        if row is None and owned:
+            since = framed[asked[framed] >= seg["asked"][i] - SAME_INSTANT - blur]
+            row = since[0] if len(since) == 1 else None
+        if row is not None:
             _join(seg, i, now, row, hop)
-            seg["shared"] |= seg["down"] == now.rows["cookie"][row]
+            seg["shared"] |= seg["down"] == cookies[row]
+
+
+def _nearest(asked: NDArray[np.float64], rows: NDArray[np.intp], instant: float, tolerance: float) -> np.intp | None:
+    """Return which of the sockets was asked nearest to an instant, None where none was within the tolerance."""
+    if not len(rows):
+        return None
+    gap = np.abs(asked[rows] - instant)
+    return rows[gap.argmin()] if gap.min() <= tolerance else None
 
 
 def _sort_out(
@@ -194,7 +242,7 @@ def _sort_out(
             return
         for a, b in rule(burst, tolerance):
             both = np.array([burst.rows[a], burst.rows[b]])
-            for column in ("down", "acked", "client", "gone"):
+            for column in ("down", "acked", "client", "gone", "maybe_left"):
                 seg[column][both] = seg[column][both[::-1]]
             # Measured anew: what came, less what this client had acknowledged, both as of the beat before.
             came = seg["supply"][both] - seg["arrived"][both]

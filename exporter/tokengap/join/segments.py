@@ -49,6 +49,7 @@ SEGMENT = np.dtype(
         ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
         ("told", "?"),  # the engine's own count of its tokens has been taken in
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
+        ("maybe_left", "?"),  # it never had a client, and one may have come and left before we looked
         ("base_up", "i8"),  # bytes on the carrier before this request
         ("header", "i8"),  # bytes of the header, 0 while not seen on its own
         ("supply", "i8"),  # answer bytes so far, header included

@@ -11,7 +11,7 @@ carrier sent, answers by what it received (for an engine's socket: the reverse).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from tokengap.join.segments import (
     body,
     stays,
 )
+from tokengap.join.signs import Signs, Talk, listen, note_leavers, signs
 from tokengap.join.sockets import Sides, Tracked, ages, caller_keys, connection_keys, follow, locate, nobody, sides
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot
 from tokengap.topology import Topology
@@ -43,6 +44,10 @@ NEVER_PAIRED_SECONDS = 2.0
 #: Beats without a look at the sockets from which on a request that came and went between two looks may have lost its
 #: client: its tokens are then nobody's (unattributed).
 UNSEEN_BEATS = 2.5
+
+#: The same for requests that were there before the exporter: their instants do not tell whether clients share a
+#: connection (HTTP/2), the frames that these send meanwhile will.
+NEVER_PAIRED_BEFORE_SECONDS = 10.0
 
 #: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
 #: the chunks acknowledges slightly other numbers of bytes than it received.
@@ -64,6 +69,8 @@ class StreamState:
     ratio: NDArray[np.float64]
     headers: NDArray[np.int64]  # size of the header that each engine sends before the first token, 0 not known
     questions: frozenset[int]  # inodes of carriers whose owner would settle something
+    talk: Talk = field(default_factory=Talk)
+    began: float = 0.0  # the first beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,7 @@ class Streams:
     held: Held
     clients: NDArray[Any]  # the outermost client's socket row of each segment (readings.SOCKET), zeros when not seen
     returned: Segments  # what turned out to be no stream of ours; its tokens go back to whoever earned them
+    signs: Signs = field(default_factory=Signs)
 
 
 def start(topology: Topology) -> StreamState:
@@ -133,9 +141,11 @@ def advance(
     owners: Mapping[int, str],
     *,
     blur: float = 0.0,
+    blind: frozenset[int] = frozenset(),
 ) -> tuple[StreamState, Streams]:
     """Take one snapshot in. ``engines``: what each engine's page says, by index, where it could be read. ``owners``:
-    answers to the questions of earlier beats. ``blur``: how long the dump lasted, the uncertainty of its ages."""
+    answers to the questions of earlier beats. ``blur``: how long the dump lasted, the uncertainty of its ages.
+    ``blind``: the hops, by index, that have clients whose requests no socket of theirs tells apart."""
     topology = state.topology
     both = np.concatenate([snapshot.open, snapshot.closed, nobody()])
     order = np.argsort(both["cookie"], kind="stable")
@@ -153,12 +163,16 @@ def advance(
     await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
-    find_clients(seg, now, side, edges, state.ratio, at, blur)
+    find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames, state.at)
+    note_leavers(seg, now, side, state.at, events=snapshot.events, first=state.track is None)
+    talk = listen(state.talk, now, side, seg)
     parent, inner = _links(seg, now)
     seg = end_finished(seg, now, inner, engines, headers, at, topology.interval)
     unseen = state.track is not None and at - state.at > UNSEEN_BEATS * topology.interval
     believe_brief(seg, engines, edges, at, unseen=unseen)
-    seg = _own(seg, at)
+    began = at if state.track is None else state.began
+    many = blind.union(side.down[np.isin(now.rows["cookie"], talk.frames)].tolist())
+    seg = _own(seg, at, began, many, max(NEVER_PAIRED_SECONDS, 2 * topology.interval))
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
     seg, ratio = _deliver(seg, path, now, state.ratio)
@@ -178,9 +192,13 @@ def advance(
         ratio=ratio,
         headers=headers,
         questions=questions,
+        talk=talk,
+        began=began,
     )
+    held = _held(seg, now, side, at, topology.interval, talk.murmurs)
+    seen = signs(talk, now, side, seg, held.hop, len(topology.hops))
     clients = now.rows[now.find(seg[path.first]["down"])]
-    return state, Streams(seg, path, _held(seg, now, side, at, topology.interval), clients, returned)
+    return state, Streams(seg, path, held, clients, returned, seen)
 
 
 def _hear_owners(
@@ -391,14 +409,18 @@ def _born(
     return np.concatenate([seg, born]), state.next_id + len(at_rows)
 
 
-def _own(seg: Segments, at: float) -> Segments:
-    """Decide about upstream requests that never had a client: the hop's orphan, or not known."""
+def _own(seg: Segments, at: float, began: float, blind: frozenset[int], patience: float) -> Segments:
+    """Decide about upstream requests that never had a client: the hop's orphan, or not known.
+
+    ``blind``: hops with clients on HTTP/2 or 3. There "no socket of its own" proves nothing, and what was taken for an
+    orphan before that was known is none. ``patience``: seconds for which a client may yet be found.
+    """
     flying = np.isnan(seg["ended"])
     alone = flying & (seg["down"] == 0) & (seg["owner"] == OWNED)
-    mixed = np.unique(seg["hop"][seg["shared"] & flying])
-    alone &= ~np.isin(seg["hop"], mixed)  # with HTTP/2 clients at this hop, "no socket of its own" proves nothing
-    left = alone & (at - seg["asked"] > NEVER_PAIRED_SECONDS)
-    seg["client"] = np.where(left, GONE, seg["client"])
+    unknown = np.isin(seg["hop"], list(blind))
+    wait = np.where(seg["born"] <= began, began - seg["asked"] + NEVER_PAIRED_BEFORE_SECONDS, patience)
+    left = alone & ~unknown & (at - seg["asked"] > wait)
+    seg["client"] = np.where(left, GONE, np.where(alone & unknown, UNSEEN, seg["client"]))
     seg["gone"] = np.where(left & np.isnan(seg["gone"]), at, seg["gone"])
     # What keeps answering without being asked again is a stream, not a poll.
     seg["trial"] &= ~((seg["grew"] == at) & (seg["born"] < at) & flying)
@@ -498,12 +520,15 @@ def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]
     return seg, ratio
 
 
-def _held(seg: Segments, now: Tracked, side: Sides, at: float, interval: float) -> Held:
-    """Find the requests that wait inside a hop: asked, nothing sent back, and no stream carries them on."""
+def _held(seg: Segments, now: Tracked, side: Sides, at: float, interval: float, murmurs: NDArray[np.uint64]) -> Held:
+    """Find the requests that wait inside a hop: asked, nothing sent back, and no stream carries them on.
+
+    ``murmurs``: sockets on which the newest word was none: a frame of HTTP/2.
+    """
     rows = now.rows
     asks = (side.down >= 0) & ~now.ended & (rows["state"] == ESTABLISHED) & (rows["bytes_received"] > 0)
     asks &= (rows["last_data_recv"] >= 0) & (rows["last_data_recv"] <= rows["last_data_sent"])
-    asks &= at - now.track["asked"] >= interval
+    asks &= (at - now.track["asked"] >= interval) & ~np.isin(rows["cookie"], murmurs)
     served = locate(np.sort(seg["down"][np.isnan(seg["ended"])]), rows["cookie"]) >= 0
     waiting = np.flatnonzero(asks & ~served)
     still = at - now.track["moved"][waiting]

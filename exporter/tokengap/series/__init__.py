@@ -11,9 +11,10 @@ from tokengap.series.declare import Series
 from tokengap.series.engines import ENGINES
 from tokengap.series.gpus import GPUS
 from tokengap.series.itself import ITSELF
+from tokengap.series.proxies import PROXIES
 from tokengap.series.queue import QUEUE
 from tokengap.series.streams import STREAMS_IN_FLIGHT
 from tokengap.series.tokens import TOKENS
 
 #: Every series, in the order of the page.
-SERIES: tuple[Series, ...] = (*TOKENS, *STREAMS_IN_FLIGHT, *QUEUE, *ENGINES, *COST, *GPUS, *ITSELF)
+SERIES: tuple[Series, ...] = (*TOKENS, *STREAMS_IN_FLIGHT, *PROXIES, *QUEUE, *ENGINES, *COST, *GPUS, *ITSELF)

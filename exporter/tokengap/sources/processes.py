@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from tokengap.readings import CLOSE_WAIT, ESTABLISHED, LISTEN, ProcessTable
+from tokengap.readings import CLOSE_WAIT, ESTABLISHED, LISTEN, ProcessTable, UnseenSockets
 from tokengap.sources.commandlines import (
     KNOWN_PROXIES,
     OPERATOR_PORTS,
@@ -27,6 +27,7 @@ from tokengap.sources.commandlines import (
 )
 from tokengap.sources.host import ANY_ADDRESS, Held, Row, Tree, holders, is_own, listens, own_addresses, rows_in
 from tokengap.sources.namespaces import Listening, look_inside
+from tokengap.sources.unseen import connected_to, quic_ports, udp_rows, unix_sockets
 from tokengap.topology import Endpoint, Engine, Hop, Topology
 
 _REST_FACTOR = 49  # after a walk through /proc, rest this many times as long
@@ -49,6 +50,7 @@ class Processes:
         self._walk: asyncio.Future[_Found] | None = None
         self._slots: Mapping[str, int] = {}
         self._families: Mapping[str, frozenset[int]] = {}
+        self._unseen: Mapping[str, UnseenSockets] = {}
         # Two generations of answers: what is asked for moves to the younger, and the older is dropped in turn.
         self._answers: dict[int, str] = {}
         self._older: dict[int, str] = {}
@@ -75,11 +77,11 @@ class Processes:
                     self._walk = None
             if found.topology == topology:
                 self._answers.update(found.owners)
-                self._slots, self._families = found.slots, found.families
+                self._slots, self._families, self._unseen = found.slots, found.families, found.unseen
                 answers |= {inode: owner for inode, owner in found.owners.items() if inode in questions}
         # Our own sockets without being asked: our reads of an engine's page go where the streams go.
         own = dict.fromkeys(holders((os.getpid(),), None).pids, "")
-        return ProcessTable(owners=own | answers, slots=self._slots, families=self._families)
+        return ProcessTable(owners=own | answers, slots=self._slots, families=self._families, unseen=self._unseen)
 
     def _recall(self, questions: frozenset[int], now: float) -> dict[int, str]:
         if now - self._turned > _FORGET_SECONDS or len(self._answers) > _MOST_ANSWERS:
@@ -96,6 +98,7 @@ class _Found:
     owners: Mapping[int, str]
     slots: Mapping[str, int]
     families: Mapping[str, frozenset[int]]
+    unseen: Mapping[str, UnseenSockets]
 
 
 class _Host:
@@ -112,14 +115,18 @@ class _Host:
         self._all_hops_seen = False
         self._slots: dict[str, int] = {}
         self._families: dict[str, frozenset[int]] = {}
+        self._unseen: dict[str, UnseenSockets] = {}
+        self._unseen_due = 0.0
 
     def due(self, now: float, topology: Topology, missing: frozenset[int]) -> bool:
         """Tell whether a walk is worth its cost now."""
-        return topology != self._topology or now >= self._refresh_due or (bool(missing) and now >= self._walk_due)
+        looks_anew = now >= self._refresh_due or (bool(topology.hops) and now >= self._unseen_due)
+        return topology != self._topology or looks_anew or (bool(missing) and now >= self._walk_due)
 
     def look(self, topology: Topology, missing: frozenset[int]) -> _Found:
         """Find the owners of inodes: first among the processes of hops, then, if it is time, among all."""
         began = time.monotonic()
+        found_for = self._topology
         if topology != self._topology or began >= self._refresh_due:
             self._survey(topology, frozenset())
         owners: dict[int, str] = {}
@@ -136,7 +143,26 @@ class _Host:
                 owners |= dict.fromkeys(missing - held.pids.keys(), "")
             took = time.monotonic() - ended
             self._everyone_due = ended + took + max(_EVERYONE_SECONDS, _REST_FACTOR * took)
-        return _Found(topology, owners, dict(self._slots), dict(self._families))
+        if topology.hops and (topology != found_for or time.monotonic() >= self._unseen_due):
+            self._look_beyond_tcp(topology)
+        return _Found(topology, owners, dict(self._slots), dict(self._families), dict(self._unseen))
+
+    def _look_beyond_tcp(self, topology: Topology) -> None:
+        """Find what the processes of hops hold that is not TCP."""
+        began = time.monotonic()
+        held = holders(self._hop_of, None)
+        udp, unix = udp_rows(), unix_sockets()
+        self._unseen = {}
+        for hop in topology.hops:
+            pids = {pid for pid, name in self._hop_of.items() if name == hop.name}
+            if not pids or pids & held.hidden:
+                self._unseen[hop.name] = UnseenSockets()
+                continue
+            inodes = frozenset(inode for inode, of in held.pids.items() if of & pids)
+            quic = quic_ports(udp, frozenset(endpoint.port for endpoint in hop.listen), inodes)
+            self._unseen[hop.name] = UnseenSockets(quic, None if unix is None else connected_to(unix, inodes))
+        ended = time.monotonic()
+        self._unseen_due = ended + max(_EVERYONE_SECONDS, _REST_FACTOR * (ended - began))
 
     def _owner(self, topology: Topology, pids: frozenset[int]) -> str:
         """Return the hop, the outermost if several, that one of the processes belongs to, or ``""``."""

@@ -19,7 +19,10 @@ _CONNECTED = (CLIENTS.index("connected"), CLIENTS.index("stalled"))
 
 
 class StreamRow(msgspec.Struct, frozen=True):
-    """One stream in flight. ``None``: not known, or (``leaks_at``) nowhere, or (slack) no longer waiting."""
+    """One stream in flight. ``None``: not known, or (``leaks_at``) nowhere, or (slack) no longer waiting.
+
+    ``blind_spots`` are those of the hop at which it entered: what this row rests on may be less than it seems.
+    """
 
     id: int
     engine: str | None
@@ -34,11 +37,13 @@ class StreamRow(msgspec.Struct, frozen=True):
     orphaned: float
     deadline_slack_seconds: float | None
     client_address: str | None
+    blind_spots: tuple[str, ...]
 
 
 def stream_rows(view: View, *, show_addresses: bool) -> list[StreamRow]:
     """Return a row per stream of the view. Clients' addresses are masked unless ``show_addresses``."""
     engines = [engine.name for engine in view.engines]
+    blind = {hop: tuple(s.kind for s in view.blind_spots if s.hop == hop and s.blind) for hop in view.hop_names}
     return [
         StreamRow(
             id=stream,
@@ -54,6 +59,7 @@ def stream_rows(view: View, *, show_addresses: bool) -> list[StreamRow]:
             orphaned=orphaned,
             deadline_slack_seconds=None if math.isnan(slack) else slack,
             client_address=_address(src_hi, src_lo, port) if show_addresses else _masked(src_hi, src_lo),
+            blind_spots=blind[view.hop_names[hop]],
         )
         # tolist() turns the columns into Python numbers at once, 10 times faster than field by field.
         for (
@@ -86,6 +92,23 @@ def engines_json(view: View) -> bytes:
         msgspec.to_builtins(replace(engine, url=public_url(engine.url)), enc_hook=_plain)
         | {"utilization": engine.utilization}
         for engine in view.engines
+    ]
+    return msgspec.json.encode(rows)
+
+
+def hops_json(view: View) -> bytes:
+    """Return ``/api/hops``: of each hop what its proxy tells about itself, None where it is not asked or does not tell,
+    and its blind spots, each with whether it is one (None: not known) and why."""
+    proxies = {proxy.hop: msgspec.to_builtins(proxy) for proxy in view.proxies}
+    rows = [
+        {
+            "hop": hop,
+            "proxy": proxies.get(hop),
+            "blind_spots": {
+                spot.kind: {"blind": spot.blind, "why": spot.why} for spot in view.blind_spots if spot.hop == hop
+            },
+        }
+        for hop in view.hop_names[:-1]
     ]
     return msgspec.json.encode(rows)
 

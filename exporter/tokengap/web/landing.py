@@ -53,7 +53,18 @@ def landing_page(view: View | None, telemetry_path: str) -> bytes:
         body = "<p>The first beat is not done yet.</p>"
         interval = 1.0
     else:
-        body = "".join((_engines(view), _hops(view), _cost(view), _gpus(view), _sources(view), _beat(view)))
+        body = "".join(
+            (
+                _engines(view),
+                _hops(view),
+                _proxies(view),
+                _blind_spots(view),
+                _cost(view),
+                _gpus(view),
+                _sources(view),
+                _beat(view),
+            )
+        )
         interval = view.interval
     page = f"""<!DOCTYPE html>
 <html lang="en">
@@ -72,6 +83,7 @@ def landing_page(view: View | None, telemetry_path: str) -> bytes:
 <a href="{escape(telemetry_path)}">Metrics</a>
 <a href="/api/streams">Streams</a>
 <a href="/api/engines">Engines</a>
+<a href="/api/hops">Hops</a>
 <a href="/api/gpus">GPUs</a>
 <a href="/api/sources">Sources</a>
 <a href="/-/healthy">Healthy</a>
@@ -127,6 +139,32 @@ def _hop_rows(view: View) -> Iterable[Sequence[str]]:
                 _seconds(max((group.age_max for group in found.values()), default=0.0)),
                 _seconds(max((group.age_max for group in orphans), default=0.0)),
             )
+
+
+def _proxies(view: View) -> str:
+    """Return what proxies tell about themselves; nothing where none is asked."""
+    numbers = ("streams", "queued", "oldest queued", "HTTP/2 connections", "HTTP/2 streams", "clients left", "resets")
+    rows = [
+        (
+            proxy.hop,
+            _Bad(f"{proxy.program}: its count has leaked") if proxy.stale else proxy.program or _UNKNOWN,
+            _count(proxy.streams),
+            _count(proxy.queued),
+            _seconds(proxy.oldest_queued),
+            _count(proxy.h2_connections),
+            _count(proxy.h2_streams),
+            _count(proxy.client_aborts),
+            _count(proxy.resets),
+        )
+        for proxy in view.proxies
+    ]
+    return _table("What proxies tell", ("hop", "proxy", *map(_Number, numbers)), rows) if rows else ""
+
+
+def _blind_spots(view: View) -> str:
+    """Return what cannot be seen; nothing where all can."""
+    rows = [(spot.hop, spot.kind, spot.why) for spot in view.blind_spots if spot.blind]
+    return _table("Blind spots", ("hop", "what", "why"), rows) if rows else ""
 
 
 def _cost(view: View) -> str:

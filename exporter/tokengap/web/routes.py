@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tokengap.series.render import compress, render_named
 from tokengap.view import View
-from tokengap.web.api import engines_json, gpus_json, sources_json, streams_json
+from tokengap.web.api import engines_json, gpus_json, hops_json, sources_json, streams_json
 from tokengap.web.landing import STYLE_DIGEST, landing_page
 from tokengap.web.negotiation import CONTENT_TYPES, choose_format, wants_gzip
 from tokengap.web.serving import Serving
@@ -55,6 +55,7 @@ def make_app(serving: Serving) -> web.Application:
         app.router.add_get("/", limited(routes.landing))
     app.router.add_get("/api/streams", limited(routes.streams))
     app.router.add_get("/api/engines", limited(routes.engines))
+    app.router.add_get("/api/hops", limited(routes.hops))
     app.router.add_get("/api/gpus", limited(routes.gpus))
     app.router.add_get("/api/sources", limited(routes.sources))
     app.router.add_get("/-/healthy", routes.healthy)
@@ -102,6 +103,10 @@ class _Routes:
     async def engines(self, _: web.Request) -> web.Response:
         """Answer with a row per engine."""
         return await self._json("engines", engines_json)
+
+    async def hops(self, _: web.Request) -> web.Response:
+        """Answer with what proxies tell and what cannot be seen of each hop."""
+        return await self._json("hops", hops_json)
 
     async def gpus(self, _: web.Request) -> web.Response:
         """Answer with the GPUs, or why there are none; null where they are not asked for."""
