@@ -99,7 +99,9 @@ def right_after(
     assert outcome.left is not None
     since = outcome.left
     ended = until if request is None or request.ended is None else request.ended
-    if not outcome.user.stream and outcome.user.leaving in ("vanish", "stall"):
+    if outcome.user.leaving == "stall":
+        until = min(until, ended)  # then it is no stream any more, but an answer in buffers
+    if outcome.user.leaving == "vanish" and not outcome.user.stream:
         since = max(since, ended)
 
     def right(look: Look) -> bool:
@@ -212,8 +214,8 @@ class Stand:
         seconds = []
         if column.within is not None:
             for outcome in outcomes:
-                if outcome.left is not None:
-                    stalls = outcome.user.leaving == "stall"
+                stalls = outcome.user.leaving == "stall"
+                if outcome.left is not None and (outcome.user.stream or not stalls):
                     until = outcome.left + outcome.user.stalls if stalls else end
                     request = requests.get(outcome.user.id)
                     seconds.append(right_after(self.looks, outcome, request, column, until))

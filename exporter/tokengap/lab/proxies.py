@@ -101,12 +101,16 @@ _CACHED = """
             proxy_cache_valid 200 1m;"""
 
 
-def nginx_config(wiring: Wiring, *, buffering: bool = False, cache: bool = False) -> str:
+def nginx_config(wiring: Wiring, *, buffering: bool = False, cache: bool = False, pool: bool = False) -> str:
     """Return nginx.conf: two workers, nothing buffered, one connection to the engine per request.
 
     ``cache`` makes answers cacheable, each under a key of its own: nginx then reads them to the end, whoever left.
+    ``pool`` keeps connections to the engine open and uses them again, as nginx does by default from 1.29.7 on.
     """
-    path, keep = "", ""
+    path, keep, engine = "", "", f"127.0.0.1:{wiring.upstream}"
+    if pool:
+        path = f"\n    upstream engine {{ server {engine}; keepalive 16; }}"
+        engine = "engine"
     if cache:
         path = f"\n    proxy_cache_path {wiring.directory}/cache keys_zone=answers:1m;"
         keep = _CACHED
@@ -132,7 +136,7 @@ http {{
     server {{
         listen 127.0.0.1:{wiring.listen} backlog=16384;
         location / {{
-            proxy_pass http://127.0.0.1:{wiring.upstream};
+            proxy_pass http://{engine};
             proxy_http_version 1.1;
             proxy_set_header Connection "";
             proxy_buffering {"on" if buffering or cache else "off"};

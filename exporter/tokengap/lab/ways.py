@@ -152,7 +152,7 @@ _SERVED, _QUEUED = Crowd(tokens=400), Crowd(tokens=100, slots=2, leave_at=1.0, l
 _BRIEF = Crowd(tokens=250)
 _CUT_OFF = Crowd(tokens=600)
 #: An answer that comes whole fills a small receive buffer only when it is long.
-_STALLED, _STALLED_WHOLE = Crowd(tokens=600, stalls=8.0), Crowd(tokens=3000, rate=1000.0, stalls=8.0)
+_STALLED, _STALLED_WHOLE = Crowd(tokens=800, stalls=8.0), Crowd(tokens=3000, rate=1000.0, stalls=8.0)
 
 #: Two beats, and what three retransmissions or two probes of a shut window take.
 COLUMNS: dict[str, Column] = {
