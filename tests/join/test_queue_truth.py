@@ -76,7 +76,7 @@ def test_a_queue_that_rises_and_falls(way):
 
 @BOTH
 def test_the_edge_of_rest(way):
-    """Exactly 0 at every beat at which nobody waits, before the wave and after it, and never 0 for long with a queue."""
+    """Exactly 0 whenever nobody waits, before the wave and after it, and never 0 for long with a queue."""
     seen = list(moments(World(wave(), slots=2), way))
     assert seen[0].head_age == seen[-1].head_age == 0
     for moment in seen:

@@ -188,7 +188,8 @@ def _circumstances(run: Run) -> str:
     programs = ", ".join(f"{name} {version}" for name, version in sorted(run.programs.items()))
     late = sum(cell.late_beats for cell in run.cells)
     load = f"load {run.load[0]:.1f} before and {run.load[1]:.1f} after, {late} late {'beat' if late == 1 else 'beats'}"
-    return f"Run on {run.date}, kernel {run.kernel}, {run.cores} cores ({load}); the exporter ran as {run.user}. {programs}."
+    machine = f"kernel {run.kernel}, {run.cores} cores ({load})"
+    return f"Run on {run.date}, {machine}; the exporter ran as {run.user}. {programs}."
 
 
 def _kind_tables(run: Run) -> list[str]:
@@ -256,10 +257,10 @@ def _row(cells: Sequence[str]) -> str:
 _HEAD = """\
 # Accuracy
 
-What the exporter says, beside what happened: real proxies in front of the stand-in engine, real users over real sockets,
-who leave in every way there is. The truth is known from both ends: what each user received until it left, and what the
-engine generated for whom. `make accuracy` measures this page again (an hour, as root); `tokengap drill --matrix` prints
-it, `--rows` and `--columns` choose cells of it, and `--json` gives the numbers.
+What the exporter says, beside what happened: real proxies in front of the stand-in engine, and real users over real
+sockets, who leave in every way there is. The truth is known from both ends: what each user received until it left, and
+what the engine generated for whom. `make accuracy` measures this page again (an hour, as root); `tokengap drill
+--matrix` prints it, `--rows` and `--columns` choose cells of it, and `--json` gives the numbers.
 
 A cell shows by how much the split of tokens into useful and orphaned is off, the worse of the two, as a share of all
 tokens out; and, where users leave, after how many seconds `/api/streams` had every leaver's state right, the slowest of
@@ -284,10 +285,10 @@ orphaned are the few tokens that were on the way, or in the proxy, when the user
 def main() -> None:
     """Print the page of the runs in these files."""
     runs = [msgspec.json.decode(Path(name).read_bytes(), type=Run) for name in sys.argv[1:]]
-    sys.stdout.write(page(_merged(runs)))
+    sys.stdout.write(page(merged(runs)))
 
 
-def _merged(runs: Sequence[Run]) -> list[Run]:
+def merged(runs: Sequence[Run]) -> list[Run]:
     """Put runs of one mode together, in the order of the modes; of a cell the last counts."""
     merged = []
     for mode in MODES:

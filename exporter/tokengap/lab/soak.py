@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Never
@@ -105,14 +105,11 @@ class Soak:
     requests: int = 0
     failed: int = 0
     failure: str = ""
-    scrapes: list[Scrape] = field(default_factory=list)
-    first: Scrape | None = None
     last: Scrape | None = None
     most_orphans: int = 0
 
     def see(self, scrape: Scrape) -> None:
         """Take a scrape in."""
-        self.first = self.first or scrape
         self.last = scrape
         self.most_orphans = max(self.most_orphans, scrape.orphans)
 
@@ -137,8 +134,7 @@ class Soak:
                 clients += [self._coming(port, f"{number}-{n}") for n in range(COMING)]
             await asyncio.gather(*clients)
             async with asyncio.timeout(PATIENCE):
-                while (now := (await self.engine.truth(since=time.monotonic())).now).running + now.waiting:
-                    await asyncio.sleep(0.1)
+                await rest(self.engine)
                 self.see(await exporter.beats(BEATS_AT_REST))
         except TimeoutError:
             raise SetupError(f"the engine is not at rest after {PATIENCE:g} s") from None
@@ -219,6 +215,15 @@ class Soak:
         if not well:
             self.failed += 1
             self.failure = self.failure or detail
+
+
+async def rest(engine: EngineControl) -> None:
+    """Wait until the engine has nothing to do."""
+    while True:
+        now = (await engine.truth(since=time.monotonic())).now
+        if not now.running + now.waiting:
+            return
+        await asyncio.sleep(0.1)
 
 
 def parts(directory: Path) -> tuple[list[Part], dict[str, int], int, int]:
