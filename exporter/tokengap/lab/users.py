@@ -314,10 +314,12 @@ class Visit:
         return "completed" if self._reader.complete else "left"
 
     async def _read(self, sock: socket.socket) -> End:
-        loop = asyncio.get_running_loop()
-        while not (self._reader.complete or self._reader.error):
-            self._take(await loop.sock_recv(sock, 65_536))
-        return "completed" if self._reader.complete else "failed"
+        """Read to the end. Cancelled, it has taken in all that it has read: ``loop.sock_recv`` would lose the last."""
+        while True:
+            self._read_acknowledged(sock)
+            if self._reader.complete or self._reader.error:
+                return "completed" if self._reader.complete else "failed"
+            await _readable(sock)
 
     def _read_acknowledged(self, sock: socket.socket) -> None:
         """Read what has arrived: the kernel has acknowledged it, and with it unread close() would reset (RFC 2525)."""
@@ -334,6 +336,22 @@ class Visit:
             self._reader.end()
         if self._reader.tokens and self.first_token is None:
             self.first_token = time.monotonic()
+
+
+async def _readable(sock: socket.socket) -> None:
+    """Wait until a socket has something to read."""
+    loop = asyncio.get_running_loop()
+    there: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not there.done():
+            there.set_result(None)
+
+    loop.add_reader(sock, tell)
+    try:
+        await there
+    finally:
+        loop.remove_reader(sock)
 
 
 def crowd(count: int, leavers: int, **plan: Any) -> list[User]:
