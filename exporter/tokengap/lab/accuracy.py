@@ -101,7 +101,10 @@ class Cell:
             said.append(f"{self.measured.orphaned:.1f} tokens called orphaned, and none were")
         if self.wrongly_gone:
             said.append(f"clients who were there called gone for {self.wrongly_gone:.1f} s")
-        elsewhere = sum(n for hop, n in self.by_hop.items() if hop != way.leaks_at(column.leaving))
+        right = {way.leaks_at(column.leaving)}
+        if self.kind == "whole":  # what it had cost until its client left is lost at the hop that let go of it
+            right.add(way.places[0])
+        elsewhere = sum(n for hop, n in self.by_hop.items() if hop not in right)
         if elsewhere > max(self.bar() * self.truth.out, len(self.seconds)):
             said.append(f"{elsewhere:.0f} orphaned tokens named at another hop than {way.leaks_at(column.leaving)}")
         if column.within is not None and self.seconds:
@@ -166,8 +169,16 @@ def _short(cell: Cell) -> str:
 REASONS: dict[tuple[str, str, str], str] = {}
 
 
-def reason(cell: Cell) -> str:
+#: Why whole modes do.
+MODE_REASONS: dict[Mode, str] = {
+    "no-events": "What a socket carried between the last beat and its end is not told: up to one beat of each that ends"
+}
+
+
+def reason(cell: Cell, mode: Mode = "plain") -> str:
     """Return why a cell misses its bar, as far as that is known."""
+    if mode in MODE_REASONS:
+        return MODE_REASONS[mode]
     for (way, column, kind), why in REASONS.items():
         if (way in ("*", cell.way)) and (column in ("*", cell.column)) and (kind in ("*", cell.kind)):
             return why
@@ -180,7 +191,7 @@ def page(runs: Sequence[Run]) -> str:
     for run in runs:
         lines += [f"## {MODES[run.mode]}", "", _circumstances(run), ""]
         lines += _kind_tables(run)
-        lines += _misses(run.cells)
+        lines += _misses(run)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -238,15 +249,15 @@ def _numbers(cells: Iterable[Cell]) -> list[str]:
     return lines
 
 
-def _misses(cells: Iterable[Cell]) -> list[str]:
-    missing = [cell for cell in cells if cell.misses()]
+def _misses(run: Run) -> list[str]:
+    missing = [cell for cell in run.cells if cell.misses()]
     if not missing:
         return ["Every cell that was run meets its bars.", ""]
     lines = ["Cells that miss a bar, and why:", ""]
     for cell in missing:
         which = f"{WAYS[cell.way].title}, {COLUMNS[cell.column].title}, {_KINDS[cell.kind].lower()}"
         late = f" ({cell.late_beats} late beats)" if cell.late_beats else ""
-        lines.append(f"- {which}: {'; '.join(cell.misses())}{late}. {reason(cell)}.")
+        lines.append(f"- {which}: {'; '.join(cell.misses())}{late}. {reason(cell, run.mode)}.")
     return [*lines, ""]
 
 

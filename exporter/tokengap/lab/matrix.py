@@ -38,7 +38,6 @@ from tokengap.lab.stage import beside, serve_arguments, staged
 from tokengap.lab.truth import EngineControl, RequestTruth
 from tokengap.lab.users import Outcome, Visit
 from tokengap.lab.ways import APART, COLUMNS, Column, Kind, Way
-from tokengap.topology import ENGINE_HOP
 
 #: The exporter as a program to start; what it is asked to do follows.
 TOKENGAP = (sys.executable, "-m", "tokengap")
@@ -149,7 +148,7 @@ class Stand:
     @property
     def watched_hop(self) -> str:
         """The hop whose clients the users are."""
-        return (*self.way.hop_names, ENGINE_HOP)[0]
+        return self.way.places[0]
 
     async def play(self, column: Column, kind: Kind) -> Cell:
         """Play one cell. Raises TimeoutError when it does not come to its end."""

@@ -37,15 +37,19 @@ class Way:
         """The hops by the names that the exporter is told, outermost first."""
         return ("edge", "admit")[: len(self.hops)]
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where tokens can be lost: the hops, and the engine itself."""
+        return (*self.hop_names, ENGINE_HOP)
+
     def leaks_at(self, leaving: Leaving | None) -> str:
         """Return the hop that holds on to those who left. One who vanished is held by the first: it cannot know."""
-        names = (*self.hop_names, ENGINE_HOP)
         if leaving == "vanish":
-            return names[0]
+            return self.places[0]
         if self.engine_leaks:
             return ENGINE_HOP
         leaking = [name for name, (_, leaks) in zip(self.hop_names, self.hops, strict=True) if leaks]
-        return leaking[0] if leaking else names[0]
+        return leaking[0] if leaking else self.places[0]
 
 
 def _pooled(_: Any, wiring: Wiring) -> tuple[str, ...]:
