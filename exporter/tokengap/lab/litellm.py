@@ -20,6 +20,14 @@ NEWEST = "newest"
 #: The seconds that an installation may take, and a start.
 _INSTALL_WITHIN, START_WITHIN = 900.0, 90.0
 
+#: Without the first two it would ask the Internet for prices, and report that it was started.
+_ENVIRONMENT = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_TELEMETRY": "False",
+    # And without a key for its administrator newer ones do not start. On loopback, for a minute, there is none.
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+}
+
 #: What to install, in this order, until one starts: newer releases of FastAPI have broken LiteLLM (1.95.0 with 0.165).
 _REQUIREMENTS = {
     LEAKING: (("litellm[proxy]==1.80.5",), ("litellm[proxy]==1.80.5", "fastapi==0.124.4")),
@@ -36,7 +44,6 @@ def environment(release: str) -> Path:
 def prepare(release: str) -> str:
     """Install a release if need be. Returns why it could not be, empty when it is there."""
     home = environment(release)
-    program = home / "bin" / "litellm"
     ready = home / "works"
     if ready.exists():
         return ""
@@ -45,12 +52,16 @@ def prepare(release: str) -> str:
         for command in (
             (sys.executable, "-m", "venv", str(home)),
             (str(home / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", *requirements),
-            (str(program), "--version"),  # imports no server; what does is tried next
-            (str(home / "bin" / "python"), "-c", "import litellm.proxy.proxy_server"),
+            (str(home / "bin" / "python"), "-c", "import litellm.proxy.proxy_server"),  # does what a start does
         ):
             try:
                 ran = subprocess.run(  # noqa: S603 - commands from this file
-                    command, capture_output=True, text=True, timeout=_INSTALL_WITHIN, check=False
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=_INSTALL_WITHIN,
+                    check=False,
+                    env=os.environ | _ENVIRONMENT,
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 said = str(error)
@@ -62,6 +73,12 @@ def prepare(release: str) -> str:
             ready.touch()
             return ""
     return f"LiteLLM {release} cannot be installed here: {said}"
+
+
+def installed(release: str) -> str:
+    """Return the version of an environment, from its metadata: the program takes seconds to tell."""
+    found = environment(release).glob("lib/python*/site-packages/litellm-*.dist-info")
+    return next((path.name.removeprefix("litellm-").removesuffix(".dist-info") for path in found), "unknown")
 
 
 def _config(wiring: Wiring) -> str:
@@ -78,8 +95,7 @@ router_settings:
 
 
 def _command(program: Path, wiring: Wiring) -> tuple[str, ...]:
-    # Without the variables it would ask the Internet for prices and report that it was started.
-    quiet = ("env", "LITELLM_LOCAL_MODEL_COST_MAP=True", "LITELLM_TELEMETRY=False")
+    quiet = ("env", *(f"{name}={value}" for name, value in _ENVIRONMENT.items()))
     config = str(wiring.directory / "litellm.yaml")
     return (*quiet, str(program), "--config", config, "--host", LOOPBACK, "--port", str(wiring.listen))
 

@@ -270,7 +270,15 @@ class Matrix:
                 continue
             while todo:
                 own = Path(tempfile.mkdtemp(prefix=f"{way.name}-", dir=directory))
-                todo = await self._row(way, todo, own)
+                try:
+                    todo = await self._row(way, todo, own)
+                except SetupError as trouble:
+                    if not way.optional:
+                        raise
+                    # Of programs that are installed as they come, some do not start.
+                    done = sum(cell.way == way.name for cell in self.cells)
+                    self._skip(way, self.plan.cells[done:], str(trouble).splitlines()[0])
+                    break
 
     def _versions(self, way: Way) -> None:
         for proxy, _ in way.hops:
@@ -281,7 +289,9 @@ class Matrix:
                 self.at = f"installing LiteLLM, {release}"
                 if why := litellm.prepare(release):
                     raise SetupError(why)
-            self.programs[proxy.name] = proxy.version()
+                self.programs[proxy.name] = litellm.installed(release)
+            else:
+                self.programs[proxy.name] = proxy.version()
 
     def _skip(self, way: Way, cells: Sequence[tuple[Column, Kind]], why: str) -> None:
         self.say(f"{way.title}: not run: {why}")
