@@ -36,7 +36,7 @@ class Played:
     useful: tuple[float, float]
 
     def __str__(self) -> str:
-        return f"{self.way}, {self.column}, {self.kind}"
+        return f"{self.name}, {self.column}, {self.kind}"
 
 
 def cells() -> list[Played]:
@@ -69,16 +69,29 @@ def last_with(views: list[View], out: float) -> Tokens:
     return [view.engines[0].tokens for view in views if view.engines[0].tokens.out == out][-1]
 
 
-#: Cells that miss their bar, and why. To be taken out one by one: a cell that no longer misses it fails as well.
-KNOWN: dict[tuple[str, str, str], str] = {}
+#: Cells that miss their bar, by recording; the page of the matrix says why. One that no longer misses it fails here:
+#: it is to be taken out.
+MISSING = {
+    "chain-whole": ("half-close whole", "queued whole", "stall whole", "vanish whole"),
+    "direct-engine-leaks-streamed": ("fin streamed", "rst streamed", "queued streamed"),
+    "haproxy-maxconn-streamed": ("none streamed", "fin streamed", "rst streamed", "stall streamed", "vanish streamed"),
+    "haproxy-streamed": ("fin streamed",),
+    "haproxy-whole": ("half-close whole", "queued whole"),
+    "litellm-leaking-fin": ("fin streamed",),
+    "litellm-nobody-leaves": ("none streamed",),
+    "nginx-engine-leaks-streamed": ("fin streamed", "queued streamed"),
+    "nginx-pooled-short-answers": ("none streamed",),
+    "nginx-pooled-ten-tokens": ("none streamed",),
+    "nginx-whole": ("half-close whole", "fin whole", "rst whole", "queued whole"),
+    "pool-whole": ("queued whole", "vanish whole"),
+}
 
 
 @pytest.mark.parametrize("played", cells(), ids=str)
 def test_a_cell_is_within_its_bar(played, views, request):
     """Useful and orphaned tokens, at the right hop, and none called orphaned where none were."""
-    why = KNOWN.get((played.way, played.column, played.kind))
-    if why:
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+    if f"{played.column} {played.kind}" in MISSING.get(played.name, ()):
+        request.applymarker(pytest.mark.xfail(reason="misses its bar: docs/accuracy.md says why", strict=True))
     before, after = (last_with(views[played.name], out) for out in played.out)
     by_hop = {hop: n - before.orphaned.get(hop, 0.0) for hop, n in after.orphaned.items()}
     out, useful = played.out[1] - played.out[0], played.useful[1] - played.useful[0]

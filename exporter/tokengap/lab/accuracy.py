@@ -165,14 +165,66 @@ def _short(cell: Cell) -> str:
     return " ".join(parts) + (" (!)" if cell.misses() else "")
 
 
-#: Why a cell misses its bar, found by looking into recordings of its beats: by way, column and kind; "*" is any.
-REASONS: dict[tuple[str, str, str], str] = {}
+_REUSED = (
+    "A connection to the engine that serves the next client within the same beat keeps the one before as its partner: "
+    "that one is called gone, and the next is taken to have no connection to the engine"
+)
+_UNPAIRED = (
+    "The proxy asks the engine up to 0.4 s after its client asked, and sends the answer on in other pieces, so that "
+    "neither instants nor bytes tell whose answer it is; a connection to the engine without a partner is then called an "
+    "orphan, although as many clients are being served"
+)
+_RATIO = (
+    "What the engine goes on with is told by the bytes of a token, learned while nothing leaks; a beat in which requests "
+    "leak and end spoils them, and the error stays"
+)
+_MIDWAY = "An answer that comes whole shows no bytes: who leaves is given nothing for the beat in which it leaves"
+_ALIKE = (
+    "An answer that comes whole shows no bytes: a request in the queue or in prefill is taken to generate as others do, "
+    "which its sockets cannot tell"
+)
+_WAITS = (
+    "A client that has closed its side and waits for a whole answer looks like one that has left, until the answer is "
+    "acknowledged; what was called orphaned by then stays so"
+)
+_BUFFERED = (
+    "When the engine and the inner hop are done, what the outer hop still holds for its client is called orphaned, at "
+    "the inner hop"
+)
+_RESET = (
+    "HAProxy holds small pieces back for up to 0.2 s and ends its side with a reset, at which the kernel forgets what "
+    "was not acknowledged"
+)
 
+#: Why a cell misses its bar, found in recordings of its beats (tests/recorded/matrix): by way, column and kind, the
+#: first that fits; "*" is any.
+REASONS: dict[tuple[str, str, str], str] = {
+    ("litellm", "*", "*"): _UNPAIRED,
+    ("litellm-leaking", "*", "*"): _UNPAIRED,
+    ("haproxy-maxconn", "*", "streamed"): _REUSED,
+    ("chain", "stall", "*"): _BUFFERED,
+    ("chain", "vanish", "whole"): _BUFFERED,
+    ("direct-engine-leaks", "*", "streamed"): _RATIO,
+    ("nginx-engine-leaks", "*", "streamed"): _RATIO,
+    ("haproxy", "fin", "streamed"): _RESET,
+    ("haproxy", "rst", "streamed"): _RESET,
+    ("nginx-ignore-abort", "half-close", "whole"): _WAITS,
+    ("haproxy", "half-close", "whole"): _WAITS,
+    ("haproxy-maxconn", "half-close", "whole"): _WAITS,
+    ("*", "queued", "whole"): _ALIKE,
+    ("*", "half-close", "whole"): _MIDWAY,
+    ("*", "fin", "whole"): _MIDWAY,
+    ("*", "rst", "whole"): _MIDWAY,
+    ("*", "vanish", "whole"): _MIDWAY,
+}
 
 #: Why whole modes do.
 MODE_REASONS: dict[Mode, str] = {
     "no-events": "What a socket carried between the last beat and its end is not told: up to one beat of each that ends"
 }
+
+
+UNEXPLAINED = "Not explained yet"
 
 
 def reason(cell: Cell, mode: Mode = "plain") -> str:
@@ -182,7 +234,7 @@ def reason(cell: Cell, mode: Mode = "plain") -> str:
     for (way, column, kind), why in REASONS.items():
         if (way in ("*", cell.way)) and (column in ("*", cell.column)) and (kind in ("*", cell.kind)):
             return why
-    return "not explained yet"
+    return UNEXPLAINED
 
 
 def page(runs: Sequence[Run]) -> str:
