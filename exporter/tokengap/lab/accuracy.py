@@ -171,17 +171,18 @@ _REUSED = (
 )
 _UNPAIRED = (
     "The proxy asks the engine up to 0.4 s after its client asked, and sends the answer on in other pieces, so that "
-    "neither instants nor bytes tell whose answer it is; a connection to the engine without a partner is then called an "
-    "orphan, although as many clients are being served"
+    "neither instants nor bytes tell whose answer it is; a connection to the engine without a partner is then called "
+    "an orphan, although as many clients are being served"
 )
 _RATIO = (
-    "What the engine goes on with is told by the bytes of a token, learned while nothing leaks; a beat in which requests "
-    "leak and end spoils them, and the error stays"
+    "What the engine goes on with is told by the bytes of a token, which the first beat of a stream teaches too low "
+    "(the engine's page is read after the sockets); and in the beat in which the last of these requests ends, none is "
+    "taken to have gone on"
 )
 _MIDWAY = "An answer that comes whole shows no bytes: who leaves is given nothing for the beat in which it leaves"
 _ALIKE = (
-    "An answer that comes whole shows no bytes: a request in the queue or in prefill is taken to generate as others do, "
-    "which its sockets cannot tell"
+    "An answer that comes whole shows no bytes: a request in the queue or in prefill is taken to generate as others "
+    "do, which its sockets cannot tell"
 )
 _WAITS = (
     "A client that has closed its side and waits for a whole answer looks like one that has left, until the answer is "
