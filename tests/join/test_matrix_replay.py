@@ -79,6 +79,7 @@ MISSING = {
     "haproxy-whole": ("half-close whole", "queued whole"),
     "litellm-leaking-fin": ("fin streamed",),
     "litellm-nobody-leaves": ("none streamed",),
+    "nginx-cache-rst": ("rst streamed",),
     "nginx-engine-leaks-streamed": ("fin streamed", "queued streamed"),
     "nginx-pooled-short-answers": ("none streamed",),
     "nginx-pooled-ten-tokens": ("none streamed",),

@@ -6,17 +6,19 @@ The rest of the matrix is in `make test-long`; cells that are known to miss a ba
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 import replay
-from lab.commands import tokengap
-from lab.serving import at_rest
+from lab.commands import COMMAND, started, tokengap
+from lab.serving import at_rest, until
 from tokengap.join import start, step
 from tokengap.lab.accuracy import UNEXPLAINED, Cell, Run, reason
 from tokengap.lab.batching import Knobs
@@ -133,6 +135,33 @@ async def test_what_is_missing_is_not_run_and_said():
     """LiteLLM is not installed unless asked for; the rest goes on."""
     run = await play("litellm", "none")
     assert [cell.skipped for cell in run.cells] == ["it is installed and run only with --litellm"]
+
+
+@pytest.mark.e2e
+def test_without_root_nobody_vanishes_and_that_is_said():
+    """It takes a network of its own; every other way to leave does not."""
+    cell = ("drill", "--matrix", "--rows", "direct", "--columns", "vanish", "--kinds", "streamed", "--json")
+    ran = subprocess.run([*unprivileged(), *COMMAND, *cell], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    (cell,) = msgspec.json.decode(ran.stdout, type=Run).cells
+    assert cell.skipped.startswith("a network namespace of its own takes root: ")
+
+
+@pytest.mark.e2e
+async def test_interrupted_it_leaves_nothing_behind():
+    """No process; it exits as a shell says it of a program that was interrupted."""
+    async with started("drill", "--matrix", "--rows", "nginx", "--columns", "vanish") as process:
+        main = psutil.Process(process.pid)
+
+        async def all_parts_run() -> bool:
+            return len(main.children(recursive=True)) >= 5  # the engine, nginx and its two workers, the exporter
+
+        await until(all_parts_run, within=30)
+        family = main.children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 128 + signal.SIGINT
+    assert [left for left in family if left.is_running() and left.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def _known(cell: Cell) -> bool:

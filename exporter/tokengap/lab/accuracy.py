@@ -192,6 +192,10 @@ _BUFFERED = (
     "When the engine and the inner hop are done, what the outer hop still holds for its client is called orphaned, at "
     "the inner hop"
 )
+_HELD = (
+    "nginx keeps a socket that was reset until it writes to it, and only then the kernel tells what it had delivered: "
+    "the tokens of the beat in which the client left are called orphaned before that"
+)
 _RESET = (
     "HAProxy holds small pieces back for up to 0.2 s and ends its side with a reset, at which the kernel forgets what "
     "was not acknowledged"
@@ -207,6 +211,7 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("chain", "vanish", "whole"): _BUFFERED,
     ("direct-engine-leaks", "*", "streamed"): _RATIO,
     ("nginx-engine-leaks", "*", "streamed"): _RATIO,
+    ("nginx-cache", "rst", "streamed"): _HELD,
     ("haproxy", "fin", "streamed"): _RESET,
     ("haproxy", "rst", "streamed"): _RESET,
     ("nginx-ignore-abort", "half-close", "whole"): _WAITS,
