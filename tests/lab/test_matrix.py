@@ -23,7 +23,7 @@ from tokengap.join import start, step
 from tokengap.lab.accuracy import UNEXPLAINED, Cell, Run, reason
 from tokengap.lab.batching import Knobs
 from tokengap.lab.engine import engine_part
-from tokengap.lab.matrix import unprivileged
+from tokengap.lab.matrix import NO_CAPABILITIES, unprivileged
 from tokengap.lab.parts import LOOPBACK, Part, free_ports, running
 from tokengap.lab.proxies import PROXIES, Wiring
 from tokengap.lab.stage import serve_arguments
@@ -141,7 +141,7 @@ async def test_what_is_missing_is_not_run_and_said():
 def test_without_root_nobody_vanishes_and_that_is_said():
     """It takes a network of its own; every other way to leave does not."""
     cell = ("drill", "--matrix", "--rows", "direct", "--columns", "vanish", "--kinds", "streamed", "--json")
-    ran = subprocess.run([*unprivileged(), *COMMAND, *cell], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([*NO_CAPABILITIES, *COMMAND, *cell], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     (cell,) = msgspec.json.decode(ran.stdout, type=Run).cells
     assert cell.skipped.startswith("a network namespace of its own takes root: ")

@@ -359,7 +359,7 @@ def _proxies(way: Way, ports: Sequence[int], directory: Path) -> list[Part]:
 
 #: What takes every privilege from a program and keeps it tied to the process that starts it: a change of user would
 #: undo that (prctl(2), PR_SET_PDEATHSIG).
-_SETPRIV = (
+NO_CAPABILITIES = (
     *("setpriv", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"),
     *("--no-new-privs", "--pdeathsig=KILL"),
 )
@@ -371,7 +371,7 @@ def unprivileged() -> tuple[str, ...]:
 
     Where nobody may not enter the folder of this Python, as the same user, without any capability.
     """
-    for command in ((*_SETPRIV, *_NOBODY), _SETPRIV):
+    for command in ((*NO_CAPABILITIES, *_NOBODY), NO_CAPABILITIES):
         try:
             tried = subprocess.run(  # noqa: S603 - setpriv, and this Python
                 [*command, sys.executable, "-c", "import tokengap"], capture_output=True, timeout=30, check=False
