@@ -70,8 +70,8 @@ def test_the_page_shows_each_cell_and_why_it_misses(monkeypatch):
     monkeypatch.setitem(accuracy.REASONS, ("naive", "rst", "*"), "It is only an example")
     text = page(accuracy.merged([run(bad), run(bad, mode="no-events"), run(CELL)]))
     assert "| naive gateway | 0.04% 1.9 s | **4.17% 1.9 s (!)** |" in text
-    assert "naive gateway, RST mid-stream, answers as a stream: off by 4.2%, the bar is 1% (2 late beats)." in text
-    assert "It is only an example." in text
+    assert "  - naive gateway; RST mid-stream; answers as a stream: off by 4.2%, the bar is 1% (2 late beats)\n" in text
+    assert "- It is only an example.\n" in text
     assert text.index("As it was started") < text.index("Without events of closed sockets")
 
 

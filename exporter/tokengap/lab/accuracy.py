@@ -24,7 +24,7 @@ Mode: TypeAlias = Literal["plain", "unprivileged", "no-events"]
 MODES: dict[Mode, str] = {
     "plain": "As it was started",
     "unprivileged": "Without any privilege",
-    "no-events": "Without events of closed sockets",
+    "no-events": "Without events of closed sockets (`tokengap_accounting_mode` says `beat`)",
 }
 
 #: The bar for an engine that itself goes on: what it generates without a socket has to be told from the rest.
@@ -312,11 +312,16 @@ def _misses(run: Run) -> list[str]:
     if not missing:
         return ["Every cell that was run meets its bars.", ""]
     lines = ["Cells that miss a bar, and why:", ""]
-    for cell in missing:
-        which = f"{WAYS[cell.way].title}, {COLUMNS[cell.column].title}, {_KINDS[cell.kind].lower()}"
-        late = f" ({cell.late_beats} late beats)" if cell.late_beats else ""
-        lines.append(f"- {which}: {'; '.join(cell.misses())}{late}. {reason(cell, run.mode)}.")
+    for why in dict.fromkeys(reason(cell, run.mode) for cell in missing):
+        lines.append(f"- {why}.")
+        lines += [f"  - {_said(cell)}" for cell in missing if reason(cell, run.mode) == why]
     return [*lines, ""]
+
+
+def _said(cell: Cell) -> str:
+    which = f"{WAYS[cell.way].title}; {COLUMNS[cell.column].title}; {_KINDS[cell.kind].lower()}"
+    late = f" ({cell.late_beats} late beats)" if cell.late_beats else ""
+    return f"{which}: {'; '.join(cell.misses())}{late}"
 
 
 def _row(cells: Sequence[str]) -> str:
