@@ -74,6 +74,7 @@ def last_with(views: list[View], out: float) -> Tokens:
 MISSING = {
     "chain-whole": ("half-close whole", "queued whole", "stall whole", "vanish whole"),
     "direct-engine-leaks-streamed": ("fin streamed", "rst streamed", "queued streamed"),
+    "direct-kept-connections": ("none streamed",),
     "haproxy-maxconn-streamed": ("none streamed", "fin streamed", "rst streamed", "stall streamed", "vanish streamed"),
     "haproxy-streamed": ("fin streamed",),
     "haproxy-whole": ("half-close whole", "queued whole"),
