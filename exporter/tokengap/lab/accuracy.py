@@ -192,6 +192,10 @@ _BUFFERED = (
     "When the engine and the inner hop are done, what the outer hop still holds for its client is called orphaned, at "
     "the inner hop"
 )
+_STUCK = (
+    "Whole answers that end in the same beat, some delivered and some stuck in the proxy for a client that is not "
+    "there, are mistaken for each other"
+)
 _HELD = (
     "nginx keeps a socket that was reset until it writes to it, and only then the kernel tells what it had delivered: "
     "the tokens of the beat in which the client left are called orphaned before that"
@@ -221,7 +225,7 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("*", "half-close", "whole"): _MIDWAY,
     ("*", "fin", "whole"): _MIDWAY,
     ("*", "rst", "whole"): _MIDWAY,
-    ("*", "vanish", "whole"): _MIDWAY,
+    ("*", "vanish", "whole"): _STUCK,
 }
 
 #: Why whole modes do.
