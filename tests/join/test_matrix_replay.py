@@ -73,11 +73,13 @@ def last_with(views: list[View], out: float) -> Tokens:
 #: it is to be taken out.
 MISSING = {
     "chain-whole": ("half-close whole", "queued whole", "stall whole", "vanish whole"),
-    "direct-engine-leaks-streamed": ("fin streamed", "rst streamed", "queued streamed"),
+    "direct-engine-leaks": ("queued streamed", "half-close whole", "fin whole", "rst whole", "queued whole"),
     "direct-kept-connections": ("none streamed",),
     "haproxy-maxconn-streamed": ("none streamed", "fin streamed", "rst streamed", "stall streamed", "vanish streamed"),
-    "haproxy-streamed": ("fin streamed",),
-    "haproxy-whole": ("half-close whole", "queued whole"),
+    "haproxy": (
+        *("fin streamed", "queued streamed", "stall streamed"),
+        *("half-close whole", "queued whole", "stall whole", "vanish whole"),
+    ),
     "litellm-leaking-fin": ("fin streamed",),
     "litellm-nobody-leaves": ("none streamed",),
     "nginx-cache-rst": ("rst streamed",),

@@ -196,6 +196,14 @@ _STUCK = (
     "Whole answers that end in the same beat, some delivered and some stuck in the proxy for a client that is not "
     "there, are mistaken for each other"
 )
+_FRAMES = (
+    "HAProxy puts the pieces of an answer together while its client reads nothing, with fewer bytes around them: the "
+    "difference is taken for tokens that were not delivered, although all was acknowledged"
+)
+_SHARE = (
+    "After streamed answers a request that shows no bytes is taken to be in prefill rather than to be an answer that "
+    "comes whole, and its tokens go to the requests that the engine went on with"
+)
 _HELD = (
     "nginx keeps a socket that was reset until it writes to it, and only then the kernel tells what it had delivered: "
     "the tokens of the beat in which the client left are called orphaned before that"
@@ -215,6 +223,10 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("chain", "vanish", "whole"): _BUFFERED,
     ("direct-engine-leaks", "*", "streamed"): _RATIO,
     ("nginx-engine-leaks", "*", "streamed"): _RATIO,
+    ("haproxy", "stall", "*"): _FRAMES,
+    ("haproxy", "queued", "streamed"): _RESET,
+    ("direct-engine-leaks", "*", "whole"): _SHARE,
+    ("nginx-engine-leaks", "*", "whole"): _SHARE,
     ("nginx-cache", "rst", "streamed"): _HELD,
     ("haproxy", "fin", "streamed"): _RESET,
     ("haproxy", "rst", "streamed"): _RESET,
