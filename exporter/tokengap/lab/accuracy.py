@@ -270,7 +270,8 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _circumstances(run: Run) -> str:
-    programs = ", ".join(f"{name} {version}" for name, version in sorted(run.programs.items()))
+    versions = [f"{name.partition('-')[0]} {version}" for name, version in sorted(run.programs.items())]
+    programs = ", ".join(versions)
     late = sum(cell.late_beats for cell in run.cells)
     load = f"load {run.load[0]:.1f} before and {run.load[1]:.1f} after, {late} late {'beat' if late == 1 else 'beats'}"
     machine = f"kernel {run.kernel}, {run.cores} cores ({load})"
