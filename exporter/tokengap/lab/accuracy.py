@@ -30,8 +30,8 @@ MODES: dict[Mode, str] = {
 #: The bar for an engine that itself goes on: what it generates without a socket has to be told from the rest.
 ENGINE_LEAKS_BAR = 0.03
 
-#: Tokens: a claim of less is none.
-NO_CLAIM = 0.5
+#: Tokens: a claim of less is none; and of each who left so many may have been on the way to it.
+NO_CLAIM, ON_THE_WAY = 0.5, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,9 @@ class Cell:
         said = []
         if self.error > self.bar():
             said.append(f"off by {self.error:.1%}, the bar is {self.bar():.0%}")
-        if self.truth.orphaned < NO_CLAIM <= self.measured.orphaned:
+        nobody_left = column.leaving not in ("fin", "rst", "vanish")
+        claim = NO_CLAIM if nobody_left else ON_THE_WAY * len(column.of(self.kind).leaves)
+        if self.truth.orphaned < NO_CLAIM and self.measured.orphaned >= claim:
             said.append(f"{self.measured.orphaned:.1f} tokens called orphaned, and none were")
         if self.wrongly_gone:
             said.append(f"clients who were there called gone for {self.wrongly_gone:.1f} s")
