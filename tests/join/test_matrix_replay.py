@@ -87,6 +87,7 @@ MISSING = {
     "nginx-pooled-short-answers": ("none streamed",),
     "nginx-pooled-ten-tokens": ("none streamed",),
     "nginx-whole": ("half-close whole", "fin whole", "rst whole", "queued whole"),
+    "pool-queued": ("queued streamed",),
     "pool-whole": ("queued whole", "vanish whole"),
 }
 

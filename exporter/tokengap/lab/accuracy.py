@@ -199,8 +199,16 @@ _STUCK = (
     "there, are mistaken for each other"
 )
 _FRAMES = (
-    "HAProxy puts the pieces of an answer together while its client reads nothing, with fewer bytes around them: the "
-    "difference is taken for tokens that were not delivered, although all was acknowledged"
+    "A proxy that buffers puts the pieces of an answer together while its client reads nothing, with fewer bytes "
+    "around them: the difference is taken for tokens that were not delivered, although all was acknowledged"
+)
+_ONE = (
+    "One whole stream is on the wrong account: its user left at the very instant at which the sockets were read, and "
+    "was mistaken for another. It is chance, and does not happen in each run"
+)
+_LATE = (
+    "The kernel shows it two seconds after the last acknowledgement, and the next beat reads it: with a beat of 1 s "
+    "that is 3 s at the latest, and then the page is made"
 )
 _SHARE = (
     "After streamed answers a request that shows no bytes is taken to be in prefill rather than to be an answer that "
@@ -225,6 +233,12 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("chain", "vanish", "whole"): _BUFFERED,
     ("direct-engine-leaks", "*", "streamed"): _RATIO,
     ("nginx-engine-leaks", "*", "streamed"): _RATIO,
+    ("pool", "*", "streamed"): _REUSED,
+    ("nginx-ignore-abort", "rst", "streamed"): _ONE,
+    ("nginx-cache", "queued", "streamed"): _ONE,
+    ("haproxy", "vanish", "streamed"): _ONE,
+    ("naive", "vanish", "streamed"): _LATE,
+    ("nginx-cache", "stall", "streamed"): _FRAMES,
     ("haproxy", "stall", "*"): _FRAMES,
     ("haproxy", "queued", "streamed"): _RESET,
     ("direct-engine-leaks", "*", "whole"): _SHARE,
