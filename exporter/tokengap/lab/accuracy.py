@@ -203,8 +203,8 @@ _FRAMES = (
     "around them: the difference is taken for tokens that were not delivered, although all was acknowledged"
 )
 _ONE = (
-    "One whole stream is on the wrong account: its user left at the very instant at which the sockets were read, and "
-    "was mistaken for another. It is chance, and does not happen in each run"
+    "One whole stream is on the wrong account, or on none: its user came or left so near to the instant at which the "
+    "sockets were read that it was mistaken for another. Of cells played again some were within their bars"
 )
 _LATE = (
     "The kernel shows it two seconds after the last acknowledgement, and the next beat reads it: with a beat of 1 s "
@@ -237,9 +237,12 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("nginx-ignore-abort", "rst", "streamed"): _ONE,
     ("nginx-cache", "queued", "streamed"): _ONE,
     ("haproxy", "vanish", "streamed"): _ONE,
+    ("naive", "fin", "streamed"): _ONE,
+    ("naive", "queued", "streamed"): _ONE,
     ("naive", "vanish", "streamed"): _LATE,
     ("nginx-cache", "stall", "streamed"): _FRAMES,
     ("haproxy", "stall", "*"): _FRAMES,
+    ("haproxy-maxconn", "stall", "whole"): _FRAMES,
     ("haproxy", "queued", "streamed"): _RESET,
     ("direct-engine-leaks", "*", "whole"): _SHARE,
     ("nginx-engine-leaks", "*", "whole"): _SHARE,
