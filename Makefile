@@ -69,10 +69,24 @@ accept: $(VENV)/dev.stamp ## rewrite the golden files from what the code answers
 	TOKENGAP_ACCEPT=1 $(BIN)/pytest -q tests -k golden
 	$(BIN)/pytest -q tests -k golden
 
+# Both exit with 1 where something is not as it should be, and then the page says what.
+ACCURACY := build/accuracy
+.PHONY: accuracy
+accuracy: parts $(VENV)/dev.stamp ## measure docs/accuracy.md again: real proxies, every way to leave; an hour, as root
+	@mkdir -p $(ACCURACY)
+	$(BIN)/tokengap drill --matrix --litellm --json >$(ACCURACY)/plain.json || [ $$? -eq 1 ]
+	$(BIN)/tokengap drill --matrix --main --kinds streamed --unprivileged --json >$(ACCURACY)/unprivileged.json || [ $$? -eq 1 ]
+	$(BIN)/tokengap drill --matrix --main --kinds streamed --no-events --json >$(ACCURACY)/no-events.json || [ $$? -eq 1 ]
+	$(BIN)/python -m tokengap.lab.accuracy $(ACCURACY)/*.json >docs/accuracy.md
+
+.PHONY: soak
+soak: parts $(VENV)/dev.stamp ## an hour of healthy traffic, in which every orphan is a false one (FOR=10m: shorter)
+	$(BIN)/python -m tokengap.lab.soak --for $(or $(FOR),1h)
+
 .PHONY: bench
 bench: $(VENV)/dev.stamp ## measure every claim; each bench prints one JSON object
 	@for bench in bench/[a-z]*.py; do echo "== $$bench"; $(BIN)/python $$bench --json || exit 1; done
 
 .PHONY: clean
 clean: ## remove what was built here
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

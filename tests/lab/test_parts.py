@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -53,7 +54,7 @@ async def test_a_part_that_never_serves_is_given_up(tmp_path: Path):
     """Within the time that was given to it, and it is ended."""
     part = python("mute", "import time; time.sleep(60)", ports=(free_port(),))
     with pytest.raises(SetupError, match=r"mute is not ready after 0\.3 s"):
-        async with running(part, tmp_path, ready_within=0.3):
+        async with running(replace(part, ready_within=0.3), tmp_path):
             pytest.fail("it was not ready")
 
 

@@ -143,6 +143,32 @@ async def test_users_leave_as_planned(leaving, seen, how):
     assert outcome.ended - outcome.sent == pytest.approx(0.1, abs=0.09)
 
 
+async def test_one_who_stalls_gets_all_of_it_in_the_end():
+    """It reads nothing for a while, and loses nothing by it; when it began to is told."""
+    async with engine(rate=400) as port:
+        user = User("u", prompt_tokens=4, max_tokens=300, leave_at=0.2, leaving="stall", stalls=0.6)
+        outcome = await Visit(user, port).run()
+        truth = await at_rest(port)
+    assert (outcome.how, outcome.tokens) == ("completed", 300)
+    assert outcome.left - outcome.sent == pytest.approx(0.2, abs=0.09)
+    assert outcome.ended >= outcome.left + 0.6
+    assert truth.requests["u"].written == 300
+
+
+async def test_one_who_vanishes_counts_what_came_before_it_was_cut_off():
+    """And it closes without a FIN. Its port is the one that was cut."""
+    cut = []
+
+    async def cut_off(port: int) -> None:
+        cut.append(port)
+
+    async with engine(rate=100) as port:
+        visit = Visit(User("u", max_tokens=300, leave_at=0.3, leaving="vanish"), port, cut=cut_off)
+        outcome = await visit.run()
+    assert (outcome.how, cut) == ("left", [outcome.port])
+    assert 0 < outcome.tokens < 100
+
+
 async def test_a_user_whom_nobody_serves_fails():
     """With the reason, and without an exception."""
     server = await asyncio.start_server(lambda *_: None, LOOPBACK, 0)

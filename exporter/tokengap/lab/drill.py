@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -20,12 +21,15 @@ from typing import Any, Literal, Protocol
 
 import aiohttp
 import click
+import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
 from tokengap.errors import SettingsError, SetupError
 from tokengap.lab import progress
 from tokengap.lab.batching import Knobs
+from tokengap.lab.matrix import TOKENGAP, chosen, measure
+from tokengap.lab.matrix import Plan as MatrixPlan
 from tokengap.lab.parts import LOOPBACK, Part
 from tokengap.lab.report import STREAMED_BAR, WHOLE_BAR, Fields, Report, last_leave, measured, moments, truth_of_lab
 from tokengap.lab.scrape import Exporter, Scrape
@@ -45,6 +49,7 @@ from tokengap.lab.stage import (
 from tokengap.lab.target import PageWitness, read_target
 from tokengap.lab.truth import EngineControl
 from tokengap.lab.users import Outcome, User, Visit, crowd
+from tokengap.lab.ways import COLUMNS, KINDS, WAYS
 
 #: The exporter's page is read twice a beat (1 s), so that no beat is missed.
 READ_EVERY = 0.5
@@ -57,6 +62,9 @@ PATIENCE = 60.0
 
 #: Options that say how the lab is put up, and mean nothing where a system is there already.
 _OF_THE_LAB = ("through", "leak", "slots", "rate", "seed")
+
+#: Options of ``--matrix``, which mean nothing without it.
+_OF_THE_MATRIX = ("rows", "columns", "kinds", "main", "litellm", "unprivileged", "no_events", "exporter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +295,15 @@ def say(text: str) -> None:
 @click.option("--target", metavar="URL", help="Send the users to this system instead. With the next two only.")
 @click.option("--engine", metavar="URL", help="The engine behind --target, which must have nothing to do.")
 @click.option("--this-is-my-system", is_flag=True, help="It is, and I may make it generate tokens for nobody.")
+@click.option("--matrix", is_flag=True, help="Play every way to an engine and to leave it instead. With the next only.")
+@click.option("--rows", metavar="NAMES", help="Of the matrix: these, and not all.")
+@click.option("--columns", metavar="NAMES", help="Of the matrix: these, and not all.")
+@click.option("--kinds", metavar="NAMES", help="Of answers: streamed, whole, or both.")
+@click.option("--main", is_flag=True, help="The main rows only.")
+@click.option("--litellm", is_flag=True, help="Install LiteLLM from PyPI, in the user's cache, and run its rows.")
+@click.option("--unprivileged", is_flag=True, help="Run the exporter as a user who may do nothing.")
+@click.option("--no-events", is_flag=True, help="Run the exporter without events of closed sockets.")
+@click.option("--exporter", metavar="COMMAND", help="Judge this one, and not the tokengap that runs the matrix.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.pass_context
 def drill(
@@ -295,6 +312,7 @@ def drill(
     target: str | None,
     engine: str | None,
     this_is_my_system: bool,
+    matrix: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -303,6 +321,15 @@ def drill(
     Exits with 0 when the measured gap is within 1 % of the tokens out (5 % with --no-stream), with 1 when it is not,
     and with 2 when something is missing or wrong.
     """
+    given = {name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE} - {
+        "matrix",
+        "as_json",
+    }
+    of_matrix = {name: options.pop(name) for name in _OF_THE_MATRIX}
+    for name in sorted(given - set(_OF_THE_MATRIX) if matrix else given & set(_OF_THE_MATRIX)):
+        raise SettingsError(f"--{name.replace('_', '-')}: {'not with --matrix' if matrix else 'only with --matrix'}")
+    if matrix:
+        sys.exit(_matrix(as_json=as_json, **of_matrix))
     asked = Options(**options)
     if target is None and engine is None and not this_is_my_system:
         report = run(on_the_lab(asked))
@@ -312,7 +339,7 @@ def drill(
         )
     else:
         for name in _OF_THE_LAB:
-            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            if name in given:
                 raise SettingsError(f"--{name}: the system behind --target is as it is")
         report = run(on_my_system(asked, target, engine))
     if as_json:
@@ -320,3 +347,41 @@ def drill(
     else:
         report.print()
     sys.exit(0 if report.passed else 1)
+
+
+def _matrix(
+    *,
+    rows: str | None,
+    columns: str | None,
+    kinds: str | None,
+    main: bool,
+    litellm: bool,
+    unprivileged: bool,
+    no_events: bool,
+    exporter: str | None,
+    as_json: bool,
+) -> int:
+    """Play the matrix, print it, and return the exit code."""
+    if unprivileged and no_events:
+        raise SettingsError("--unprivileged, --no-events: one of them")
+    ways = chosen("rows", rows, WAYS)
+    result = run(
+        measure(
+            MatrixPlan(
+                ways=tuple(way for way in ways if way.main or not main),
+                columns=chosen("columns", columns, COLUMNS),
+                kinds=chosen("kinds", kinds, {kind: kind for kind in KINDS}),
+                mode="unprivileged" if unprivileged else "no-events" if no_events else "plain",
+                litellm=litellm,
+                command=TOKENGAP if exporter is None else tuple(shlex.split(exporter)),
+            ),
+            say,
+        )
+    )
+    if as_json:
+        click.echo(msgspec.json.encode(result).decode())
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        for table in result.tables():
+            console.print(table)
+    return 0 if result.passed else 1

@@ -32,6 +32,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class Part:
     """A program to run. ``ports`` are those on loopback at which it serves; it is ready when each accepts.
 
+    ``ready_within`` is how many seconds that may take.
     ``orphan_signal`` is what the kernel sends it when this process dies without stopping it. SIGKILL fits programs of
     one process; a master that must take its workers along needs SIGTERM.
     """
@@ -40,6 +41,7 @@ class Part:
     command: tuple[str, ...]
     ports: tuple[int, ...]
     orphan_signal: signal.Signals = signal.SIGKILL
+    ready_within: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class RunningPart:
 
 
 @contextlib.asynccontextmanager
-async def running(part: Part, directory: Path, *, ready_within: float = 20.0) -> AsyncIterator[RunningPart]:
+async def running(part: Part, directory: Path) -> AsyncIterator[RunningPart]:
     """Run a part while the block lasts; its output goes to ``directory``.
 
     Raises SetupError when a port of it is taken, when it ends before it is ready or is not ready in time, and after the
@@ -104,7 +106,7 @@ async def running(part: Part, directory: Path, *, ready_within: float = 20.0) ->
             raise SetupError(f"{part.name} cannot start: {part.command[0]}: {error.strerror}") from error
     started = RunningPart(part, process, log)
     try:
-        await _ready(started, ready_within)
+        await _ready(started, part.ready_within)
         yield started
     finally:
         await started.stop()

@@ -57,6 +57,7 @@ class Proxy:
     command: Callable[[Path, Wiring], tuple[str, ...]]
     leaks: str | None
     orphan_signal: signal.Signals = signal.SIGKILL
+    ready_within: float = 20.0
 
     def program(self) -> Path:
         """Return its program. SetupError says how to install it when it is not here."""
@@ -84,7 +85,8 @@ class Proxy:
             )
         program = self.program()
         (wiring.directory / self.config_name).write_text(self.config(wiring))
-        return Part(self.name, self.command(program, wiring), (wiring.listen,), self.orphan_signal)
+        command = self.command(program, wiring)
+        return Part(self.name, command, (wiring.listen,), self.orphan_signal, self.ready_within)
 
 
 def _on_path(program: str) -> Path | None:
@@ -92,8 +94,26 @@ def _on_path(program: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def nginx_config(wiring: Wiring) -> str:
-    """Return nginx.conf: two workers, nothing buffered, one connection to the engine per request."""
+_CACHED = """
+            proxy_cache answers;
+            proxy_cache_methods POST;
+            proxy_cache_key $request_id;
+            proxy_cache_valid 200 1m;"""
+
+
+def nginx_config(wiring: Wiring, *, buffering: bool = False, cache: bool = False, pool: bool = False) -> str:
+    """Return nginx.conf: two workers, nothing buffered, one connection to the engine per request.
+
+    ``cache`` makes answers cacheable, each under a key of its own: nginx then reads them to the end, whoever left.
+    ``pool`` keeps connections to the engine open and uses them again, as nginx does by default from 1.29.7 on.
+    """
+    path, keep, engine = "", "", f"127.0.0.1:{wiring.upstream}"
+    if pool:
+        path = f"\n    upstream engine {{ server {engine}; keepalive 16; }}"
+        engine = "engine"
+    if cache:
+        path = f"\n    proxy_cache_path {wiring.directory}/cache keys_zone=answers:1m;"
+        keep = _CACHED
     return f"""\
 daemon off;
 worker_processes 2;
@@ -111,17 +131,17 @@ http {{
     proxy_temp_path {wiring.directory}/proxy;
     fastcgi_temp_path {wiring.directory}/fastcgi;
     uwsgi_temp_path {wiring.directory}/uwsgi;
-    scgi_temp_path {wiring.directory}/scgi;
+    scgi_temp_path {wiring.directory}/scgi;{path}
 
     server {{
         listen 127.0.0.1:{wiring.listen} backlog=16384;
         location / {{
-            proxy_pass http://127.0.0.1:{wiring.upstream};
+            proxy_pass http://{engine};
             proxy_http_version 1.1;
             proxy_set_header Connection "";
-            proxy_buffering off;
+            proxy_buffering {"on" if buffering or cache else "off"};
             proxy_read_timeout 1h;
-            proxy_ignore_client_abort {"on" if wiring.leak else "off"};
+            proxy_ignore_client_abort {"on" if wiring.leak and not cache else "off"};{keep}
         }}
     }}
 }}
@@ -134,13 +154,15 @@ def _nginx_command(program: Path, wiring: Wiring) -> tuple[str, ...]:
     return (str(program), "-p", str(wiring.directory), "-c", "nginx.conf", "-e", "stderr", *user)
 
 
-def haproxy_config(wiring: Wiring) -> str:
-    """Return haproxy.cfg: HTTP mode with long timeouts.
+def haproxy_config(wiring: Wiring, *, maxconn: int | None = None) -> str:
+    """Return haproxy.cfg: HTTP mode with long timeouts. With ``maxconn`` it keeps a queue of its own.
 
     ``abortonclose`` stands in ``defaults``, so that it holds for both sides: in a backend alone it has no effect in
     HAProxy 2.6 (fixed in its commit 5ff7d2276), and without it a client that leaves goes unnoticed until the engine
     sends its next bytes. It became the default in 3.3 (HAProxy issue 811).
     """
+    queue = "" if maxconn is None else "\n    timeout queue 1h"  # that of connect, if not said
+    limit = "" if maxconn is None else f" maxconn {maxconn}"
     return f"""\
 global
     stats socket {wiring.directory}/haproxy.sock mode 600 level operator
@@ -149,7 +171,7 @@ defaults
     mode http
     timeout connect 5s
     timeout client 1h
-    timeout server 1h
+    timeout server 1h{queue}
     {"no option" if wiring.leak else "option"} abortonclose
 
 frontend edge
@@ -157,7 +179,7 @@ frontend edge
     default_backend engine
 
 backend engine
-    server vllm 127.0.0.1:{wiring.upstream}
+    server vllm 127.0.0.1:{wiring.upstream}{limit}
 """
 
 

@@ -30,6 +30,7 @@ class Scrape:
     """
 
     beats: int
+    late_beats: int
     beat_at: float
     tokens_out: float | None
     tokens_useful: float | None
@@ -84,6 +85,7 @@ def read_page(text: str, wall_ahead: float) -> Scrape:
     in_engine = (total(engines.ENGINE_RUNNING), total(engines.ENGINE_WAITING))
     return Scrape(
         beats=int(beats),
+        late_beats=int(total(itself.BEATS_LATE) or 0),
         beat_at=beat_wall - wall_ahead,
         tokens_out=total(tokens.TOKENS_OUT),
         tokens_useful=total(tokens.TOKENS_USEFUL),

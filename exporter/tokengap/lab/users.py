@@ -14,7 +14,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ import msgspec
 from tokengap.lab.answers import MODEL
 from tokengap.lab.parts import LOOPBACK
 
-Leaving = Literal["fin", "rst", "half-close"]
+Leaving = Literal["fin", "rst", "half-close", "vanish", "stall"]
 End = Literal["completed", "left", "failed"]
 
 #: Four bytes, which the stand-in engine counts as one token.
@@ -35,7 +35,9 @@ class User:
     """What one user is going to do.
 
     ``leave_at`` is seconds after its request was sent; None stays to the end. ``leaving`` says how: ``fin`` closes,
-    ``rst`` resets, and ``half-close`` ends only its own side and reads on, which is a client like any other.
+    ``rst`` resets, and ``vanish`` is cut off from the network, so that nobody is told. Two are clients like any other:
+    ``half-close`` ends only its own side and reads on, and ``stall`` reads nothing for ``stalls`` seconds, with a small
+    receive buffer, and then the rest.
     ``exact`` asks for vLLM's ``continuous_usage_stats``: on a real engine several tokens can share an event.
     """
 
@@ -45,6 +47,7 @@ class User:
     stream: bool = True
     leave_at: float | None = None
     leaving: Leaving = "fin"
+    stalls: float = 0.0
     chat: bool = True
     model: str = MODEL
     exact: bool = False
@@ -72,7 +75,8 @@ class Outcome:
     """What became of one user: the truth about what it received. Times are ``time.monotonic()``.
 
     ``tokens`` are those it received while it was there. An answer that was not streamed counts when it is complete.
-    ``detail`` says why it failed.
+    ``detail`` says why it failed. ``port`` was its own, and ``left`` is when it did what ``leaving`` says; None: it did
+    not come to that.
     """
 
     user: User
@@ -83,6 +87,8 @@ class Outcome:
     ended: float
     status: int | None = None
     detail: str = ""
+    port: int = 0
+    left: float | None = None
 
 
 class AnswerReader:
@@ -222,11 +228,23 @@ class _Event(msgspec.Struct):
     error: _Error | None = None
 
 
-class Visit:
-    """One user at one address, while it is there: ``tokens`` and ``first_token`` can be watched from outside."""
+#: The receive buffer of a user who is to stall, bytes: it is full, and the window shut, after a few tokens.
+_SMALL_BUFFER = 4096
 
-    def __init__(self, user: User, port: int, host: str = LOOPBACK) -> None:
+
+class Visit:
+    """One user at one address, while it is there: ``tokens`` and ``first_token`` can be watched from outside.
+
+    ``cut`` cuts a port off from the network, for one who vanishes.
+    """
+
+    def __init__(
+        self, user: User, port: int, host: str = LOOPBACK, cut: Callable[[int], Awaitable[None]] | None = None
+    ) -> None:
         self.user = user
+        self.own_port = 0
+        self.left: float | None = None
+        self._cut = cut
         self.sent: float | None = None
         self.first_token: float | None = None
         self.outcome: Outcome | None = None
@@ -257,12 +275,17 @@ class Visit:
             ended=ended,
             status=self._reader.status,
             detail=self._reader.error if how == "failed" else "",
+            port=self.own_port,
+            left=self.left,
         )
         return self.outcome
 
     async def _visit(self, sock: socket.socket) -> End:
         loop = asyncio.get_running_loop()
+        if self.user.leaving == "stall":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
         await loop.sock_connect(sock, self._address)
+        self.own_port = sock.getsockname()[1]
         await loop.sock_sendall(sock, self.user.request(self._address[0]))
         self.sent = time.monotonic()
         try:
@@ -272,20 +295,31 @@ class Visit:
         except TimeoutError:
             if not stay.expired():
                 raise  # the kernel gave up on the connection (ETIMEDOUT)
-            if self.user.leaving == "half-close":
+        self.left = time.monotonic()
+        match self.user.leaving:
+            case "half-close":
                 sock.shutdown(socket.SHUT_WR)
                 return await self._read(sock)
-            self._read_acknowledged(sock)
-            if self.user.leaving == "rst":
-                # Linger on, for 0 s: close() resets, tcp(7), socket(7).
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            return "completed" if self._reader.complete else "left"
+            case "stall":
+                await asyncio.sleep(self.user.stalls)
+                return await self._read(sock)
+            case "vanish":
+                assert self._cut is not None, "a user who vanishes needs a network that cuts it off"
+                await self._cut(self.own_port)
+                self.left = time.monotonic()
+        self._read_acknowledged(sock)
+        if self.user.leaving in ("rst", "vanish"):  # the reset of one who vanished goes nowhere
+            # Linger on, for 0 s: close() resets, tcp(7), socket(7).
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return "completed" if self._reader.complete else "left"
 
     async def _read(self, sock: socket.socket) -> End:
-        loop = asyncio.get_running_loop()
-        while not (self._reader.complete or self._reader.error):
-            self._take(await loop.sock_recv(sock, 65_536))
-        return "completed" if self._reader.complete else "failed"
+        """Read to the end. Cancelled, it has taken in all that it has read: ``loop.sock_recv`` would lose the last."""
+        while True:
+            self._read_acknowledged(sock)
+            if self._reader.complete or self._reader.error:
+                return "completed" if self._reader.complete else "failed"
+            await _readable(sock)
 
     def _read_acknowledged(self, sock: socket.socket) -> None:
         """Read what has arrived: the kernel has acknowledged it, and with it unread close() would reset (RFC 2525)."""
@@ -302,6 +336,22 @@ class Visit:
             self._reader.end()
         if self._reader.tokens and self.first_token is None:
             self.first_token = time.monotonic()
+
+
+async def _readable(sock: socket.socket) -> None:
+    """Wait until a socket has something to read."""
+    loop = asyncio.get_running_loop()
+    there: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not there.done():
+            there.set_result(None)
+
+    loop.add_reader(sock, tell)
+    try:
+        await there
+    finally:
+        loop.remove_reader(sock)
 
 
 def crowd(count: int, leavers: int, **plan: Any) -> list[User]:

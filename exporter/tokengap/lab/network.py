@@ -1,0 +1,84 @@
+"""A network of the lab's own, in which users can vanish: their packets are dropped, and nobody is told.
+
+A process that is allowed to (CAP_SYS_ADMIN) moves into a new network namespace, with nothing in it but loopback. The
+parts that it starts are born there, so that what is dropped is the lab's alone, the host's firewall is not touched, and
+nothing is left when the process ends.
+
+Packets are dropped on arrival (nftables, hook ``input``): dropped on departure, the sending socket would hear of it and
+its counters of transmissions would not be those of a network that loses packets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import os
+import shutil
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokengap.errors import SetupError
+
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1  # linux/sockios.h, linux/if.h
+
+_RULES = """\
+table inet lab {
+    set gone { type inet_service; }
+    chain arrives {
+        type filter hook input priority 0;
+        tcp sport @gone drop
+        tcp dport @gone drop
+    }
+}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network of the lab's own, made by :func:`own_network`. Its users are told by their ports, of which each has
+    one that no other socket here has."""
+
+    nft: Path
+
+    async def cut(self, port: int) -> None:
+        """Drop from now on whatever comes from or goes to this port."""
+        await self._run(f"add element inet lab gone {{ {port} }}")
+
+    async def mend(self) -> None:
+        """Drop nothing any more."""
+        await self._run("flush set inet lab gone")
+
+    async def _run(self, rules: str) -> None:
+        process = await asyncio.create_subprocess_exec(
+            self.nft,
+            "-f",
+            "-",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await process.communicate(rules.encode())
+        if process.returncode:
+            raise SetupError(f"nft refused {rules.splitlines()[0]!r}: {said.decode(errors='replace').strip()}")
+
+
+async def own_network() -> Network | str:
+    """Move this thread, and with it all that it starts from now on, into a network of its own; or say why not.
+
+    To be called from the main thread before any part was started and any socket opened.
+    """
+    found = shutil.which("nft", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
+    if found is None:
+        return "nft is not installed: apt-get install nftables"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "unshare") or libc.unshare(_CLONE_NEWNET):
+        return f"a network namespace of its own takes root: {os.strerror(ctypes.get_errno())}"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+    network = Network(Path(found))
+    await network._run(_RULES)
+    return network
