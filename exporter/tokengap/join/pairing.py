@@ -14,6 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+#: Seconds for which a proxy may hold a request back: in its queue, or because it is slow (LiteLLM with eight requests at
+#: once: 0.35).
+SLOWEST_PROXY = 120.0
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     """One side of the requests to be paired: upstream requests, or client sockets. Columns correspond.
@@ -33,14 +38,15 @@ def pair(up: Requests, down: Requests, *, tolerance: float) -> list[tuple[int, i
     """Match upstream requests to clients; returns pairs of indices into ``up`` and ``down``.
 
     First those whose instants lie within ``tolerance`` seconds, and among them those that are both answered, or both
-    not. Then what a proxy queued: an upstream request that never had a client goes to the client that has waited
-    longest, first in, first out.
+    not. Then those that a slow proxy sent on late, and what it queued: an upstream request that never had a client goes
+    to the client that has waited longest, first in, first out.
     """
     pairs: list[tuple[int, int]] = []
     for phase in (True, False, None):
         free_up = _free(up, [i for i, _ in pairs], phase)
         free_down = _free(down, [j for _, j in pairs], phase)
         pairs += [(free_up[i], free_down[j]) for i, j in in_order(up.asked[free_up], down.asked[free_down], tolerance)]
+    pairs += _delayed(up, down, pairs)
     late = [i for i in _free(up, [i for i, _ in pairs], None) if up.open[i]]
     waiting = [j for j in _free(down, [j for _, j in pairs], False) if down.open[j]]
     for i in late:
@@ -48,6 +54,21 @@ def pair(up: Requests, down: Requests, *, tolerance: float) -> list[tuple[int, i
             break
         pairs.append((i, waiting.pop(0)))
     return pairs
+
+
+def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Match answers that flow to clients that get one, where the proxy took its time to ask: in their order, and none
+    before its client had asked."""
+    flowing = [j for j in _free(down, [j for _, j in pairs], True) if down.open[j]]
+    found: list[tuple[int, int]] = []
+    for i in _free(up, [i for i, _ in pairs], True):
+        if not up.open[i]:
+            continue
+        while flowing and down.asked[flowing[0]] < up.asked[i] - SLOWEST_PROXY:
+            flowing.pop(0)
+        if flowing and down.asked[flowing[0]] <= up.asked[i]:
+            found.append((i, flowing.pop(0)))
+    return found
 
 
 def _free(side: Requests, taken: list[int], answered: bool | None) -> list[int]:

@@ -376,8 +376,8 @@ def _born(
     answer = np.maximum(carriers.answer[at_rows], 0)
     # Answer bytes of this beat are the new stream's, less what a stream that ended in this beat has taken.
     base = answer - carriers.d_answer[at_rows] + taken[at_rows]
-    if first_beat:
-        base = answer
+    if first_beat:  # what came before is not ours; a header, or what looks like one, tells that it may be over
+        base = np.where(waiting[at_rows] & (answer <= HEADER_MOST), 0, answer)
     born["id"] = state.next_id + np.arange(len(at_rows))
     born["carrier"] = rows["cookie"][at_rows]
     born["netns"] = rows["netns"][at_rows]
