@@ -75,6 +75,7 @@ MISSING = {
     "chain-whole": ("half-close whole", "queued whole", "stall whole", "vanish whole"),
     "direct-engine-leaks": ("queued streamed", "half-close whole", "fin whole", "rst whole", "queued whole"),
     "direct-kept-connections": ("none streamed",),
+    "haproxy-between-beats": ("queued streamed", "vanish streamed"),
     "haproxy-maxconn-streamed": ("none streamed", "fin streamed", "rst streamed", "stall streamed", "vanish streamed"),
     "haproxy": (
         *("fin streamed", "queued streamed", "stall streamed"),

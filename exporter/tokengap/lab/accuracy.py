@@ -203,8 +203,9 @@ _FRAMES = (
     "around them: the difference is taken for tokens that were not delivered, although all was acknowledged"
 )
 _ONE = (
-    "One whole stream is on the wrong account, or on none: its user came or left so near to the instant at which the "
-    "sockets were read that it was mistaken for another. Of cells played again some were within their bars"
+    "One whole stream is on the wrong account, or on none: its user came at the very instant at which the sockets were "
+    "read, and its connection to the engine stays without a partner, an orphan for as long as it lasts. It depends on "
+    "where between two beats users come"
 )
 _LATE = (
     "The kernel shows it two seconds after the last acknowledgement, and the next beat reads it: with a beat of 1 s "
