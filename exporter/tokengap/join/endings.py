@@ -131,7 +131,8 @@ def end(
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")
     spare -= int(whole.sum())
     tail = np.minimum(np.maximum(TAIL_BYTES, TAIL_SHARE * seg["supply"]), body(seg) / 2)
-    got_all = seg["behind"] <= tail
+    # Where another request followed on its socket, how much of the bytes were its own is not known, but it was whole.
+    got_all = (seg["behind"] <= tail) | (seg["reused"] & (seg["acked"] > 0))
 
     limbo = list(fates.limbo)
     order = np.argsort(seg["gone"], kind="stable")

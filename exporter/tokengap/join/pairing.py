@@ -116,7 +116,8 @@ def by_volume(up: Amounts, down: Amounts, *, tolerance: float, partly: bool = Fa
     the client may have got only the beginning.
     """
     brought, got = up.whole[:, None], down.whole[None, :]
-    near = 0.03 * np.maximum(brought, got) + 1024
+    most = np.maximum(brought, got)
+    near = np.minimum(0.03 * most + 1024, 0.1 * most + 256)
     fits = brought >= got - near if partly else np.abs(brought - got) <= near
     fits &= np.abs(up.asked[:, None] - down.asked[None, :]) <= tolerance
     gap = np.abs(brought - got) + np.abs(up.lately[:, None] - down.lately[None, :])

@@ -47,6 +47,7 @@ SEGMENT = np.dtype(
         ("no_room", "?"),  # in the beat before, the engine's count left no room for it
         ("trial", "?"),  # may yet turn out to be a poll of some page, not a stream: no tokens are credited
         ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
+        ("reused", "?"),  # it ended, for its carrier brought another request: its answer was whole
         ("told", "?"),  # the engine's own count of its tokens has been taken in
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
         ("maybe_left", "?"),  # it never had a client, and one may have come and left before we looked

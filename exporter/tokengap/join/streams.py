@@ -330,6 +330,7 @@ def _grow(
     over = missed & (here | told | both | ~events | ~np.isnan(seg["missed"]))
     seg["missed"] = np.where(missed, np.where(np.isnan(seg["missed"]), at, seg["missed"]), np.nan)
     seg["ended"] = np.where((over | asked_again) & flying, at, seg["ended"])
+    seg["reused"] |= asked_again
     # A request that came in pieces is complete with its last one.
     still_asking = here & flying & (seg["supply"] == 0) & ~now.ended[rows]
     seg["asked"] = np.where(still_asking, now.track["asked"][rows], seg["asked"])
