@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-
-#: Seconds for which a proxy may hold a request back: in its queue, or because it is slow (LiteLLM with eight requests at
-#: once: 0.35).
+#: Seconds for which a proxy may hold a request back: in its queue, or because it is slow (LiteLLM with eight requests
+#: at once: 0.35).
 SLOWEST_PROXY = 120.0
 
 

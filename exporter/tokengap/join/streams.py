@@ -305,7 +305,8 @@ def _grow(
         end = ends[order][far[told]]
         total = np.minimum(end["bytes_acked"], end["bytes_sent"]) - seg["base_up"][told]
         arrived[told] = np.maximum(total - seg["supply"][told], 0)
-    spoken = (seg["supply"] > 0) | ~np.isnan(seg["answered"])
+    # More than a header since the beat before is an answer, and what was asked after it is another question.
+    spoken = (seg["supply"] > 0) | ~np.isnan(seg["answered"]) | (arrived > HEADER_MOST)
     asked_again = flying & here & spoken & (carriers.d_question[rows] > 0)
     asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
     # Of what came since the beat before, the old answer has what came before the new question, by time.
