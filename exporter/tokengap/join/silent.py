@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
-from tokengap.join.segments import Owned, Segments, body, in_flight
+from tokengap.join.segments import HEADER_MOST, Owned, Segments, body, in_flight
 from tokengap.readings import EnginePage
 
 #: Requests sent within so many seconds of each other may reach the engine in another order.
@@ -28,6 +28,9 @@ BURST = 0.25
 
 #: A streamed token takes more than so many bytes (an SSE event of vLLM about 200), one in a whole answer about five.
 STREAMED_BYTES = 32
+
+#: A token in a whole answer takes at most so many bytes, on the mean.
+WHOLE_BYTES = 8
 
 #: The share of answers at once from which on a running stream without a byte may be one of them.
 FEW_UNSTREAMED = 0.05
@@ -169,11 +172,14 @@ def _probabilities(asked: NDArray[np.float64], runs: int) -> NDArray[np.float64]
 def at_once(seg: Segments, page: EnginePage | None, beat: float) -> NDArray[np.bool_]:
     """Mark the answers that came at once, and not as a stream.
 
-    A streamed one that fits into a beat has the bytes of one: compared with the mean length of the engine's answers.
+    A streamed one that fits into a beat has the bytes of one: compared with the mean length of the engine's answers,
+    and closely where its client left, for then it may be the beginning of one.
     """
     came = ~np.isnan(seg["answered"]) & (seg["grew"] - seg["answered"] < 0.5 * beat)
     if page is not None and page.finished and page.finished_tokens:
-        came &= body(seg) < STREAMED_BYTES * page.finished_tokens / page.finished
+        tokens = page.finished_tokens / page.finished
+        left = WHOLE_BYTES * tokens + HEADER_MOST
+        came &= body(seg) < np.where(seg["client"] >= VANISHED, left, STREAMED_BYTES * tokens)
     return np.asarray(came, dtype=np.bool_)
 
 
