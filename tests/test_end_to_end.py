@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -25,9 +25,12 @@ from lab.serving import served
 from tokengap.lab.batching import Knobs
 from tokengap.lab.engine import engine_part
 from tokengap.lab.gateway import gateway_part
+from tokengap.lab.nvml.fake import FakeNvml
+from tokengap.lab.nvml.profiles import H100, many
 from tokengap.lab.parts import LOOPBACK, Part, RunningPart, free_ports, running
 from tokengap.lab.users import User, Visit, crowd
 from tokengap.series import SERIES
+from tokengap.series.cost import ENGINE_GPUS
 from tokengap.series.engines import ENGINE_RESTARTS, ENGINE_STATE
 from tokengap.series.streams import STREAMS, STREAMS_ENDED
 from tokengap.series.tokens import TOKENS_ORPHANED, TOKENS_OUT, TOKENS_PENDING, TOKENS_UNATTRIBUTED, TOKENS_USEFUL
@@ -106,8 +109,8 @@ class Watched:
 
 
 def serve_part(port: int, *arguments: str, variables: Mapping[str, str] | None = None) -> Part:
-    named = tuple(f"{name}={value}" for name, value in (variables or {}).items())
-    command = ("env", *named, sys.executable, "-m", "tokengap", "serve", "--listen", f"{LOOPBACK}:{port}", *arguments)
+    named = ("env", *(f"{name}={value}" for name, value in variables.items())) if variables else ()
+    command = (*named, sys.executable, "-m", "tokengap", "serve", "--listen", f"{LOOPBACK}:{port}", *arguments)
     return Part("exporter", command, (port,))
 
 
@@ -123,8 +126,11 @@ async def watched(
     the engine's by its settings."""
     edge, engine, exporter = free_ports(3)
     url, settings = f"http://{LOOPBACK}:{engine}", directory / "tokengap.yaml"
-    settings.write_text(yaml.safe_dump({"engines": [{"name": "worker", "url": url, "gpus": list(gpus)}]}))
-    arguments = ("--config", str(settings), "--hop", f"edge={LOOPBACK}:{edge}", *more)
+    named = ("--engine", f"worker={url}")
+    if gpus:
+        settings.write_text(yaml.safe_dump({"engines": [{"name": "worker", "url": url, "gpus": list(gpus)}]}))
+        named = ("--config", str(settings))
+    arguments = (*named, "--hop", f"edge={LOOPBACK}:{edge}", *more)
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as session:
         one = await stack.enter_async_context(running(engine_part(engine, knobs), directory))
         two = await stack.enter_async_context(running(gateway_part(edge, engine, leak=True), directory))
@@ -209,8 +215,11 @@ async def prometheus(directory: Path, target: str) -> AsyncIterator[str]:
         yield url
 
 
-async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path):
-    """Each name of the catalogue, with traffic in flight and one engine whose page has a line that is none."""
+async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path, nvml: FakeNvml):
+    """Each name of the catalogue, with traffic in flight, one engine whose page has a line that is none, and GPUs of
+    which one is lost."""
+    one, two = many(H100, 2)
+    nvml.set(one, two)
 
     async def half_a_page(_: web.Request) -> web.Response:
         return web.Response(text='vllm:num_requests_running{model_name="m"} 0\nvllm:num_requests_waiting{} x\n')
@@ -225,10 +234,16 @@ async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path):
             Knobs(max_num_seqs=1),
             *("--engine", f"spare=http://{LOOPBACK}:{spare}"),
             *("--haproxy-socket", f"edge={tmp_path}/haproxy.sock"),
+            *("--gpu-hour-price", "2.50"),
+            variables={name: nvml.environment[name] for name in ("LD_LIBRARY_PATH", "FAKE_NVML_CONTROL")},
         ) as lab,
         lab.crowd(3, max_tokens=5000),
         prometheus(tmp_path, lab.exporter.url.removeprefix("http://")) as url,
     ):
+        nvml.set(*(replace(gpu, processes={lab.engine.pid: 1 << 30}) for gpu in (one, two)))
+        await lab.exporter.until(lambda page: total(page, ENGINE_GPUS, state="up") == 2)
+        nvml.xid(0, 79)
+        nvml.lose(1)
         wanted = {f"{series}_bucket" if series.kind == "gaugehistogram" else str(series) for series in SERIES}
         unanswered, deadline = set(wanted), time.monotonic() + 30
         while unanswered and time.monotonic() < deadline:
