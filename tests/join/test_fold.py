@@ -356,3 +356,16 @@ def test_orphans_cost_what_they_took(slots, leaks):
     assert cost.orphan_joules["full"] == pytest.approx(600 * cost.orphan_gpu_seconds, rel=0.05)
     alone = leaks is not None and slots == 1  # with one slot, whoever runs runs alone
     assert cost.orphan_joules["sole"] == (pytest.approx(cost.orphan_joules["full"]) if alone else 0.0)
+
+
+def test_a_client_that_vanished_costs_from_then_on_and_once():
+    """Partitioned in mid-stream, nobody is told and the engine runs on: after the threshold the stream is an orphan,
+    its tokens and GPU-seconds grow at its share until it ends, and it ends once."""
+    world = Metered([Person(0.5, 400, 2.0, "vanish"), Person(0.5, 400)], slots=2)
+    views = play(world)
+    (tokens, cost), ended = (views[-1].engines[0].tokens, views[-1].engines[0].cost), views[-1].endings
+    assert tokens.orphaned == {"edge": pytest.approx(world.truth["gap"], abs=0.01 * world.truth["out"])}
+    assert cost.orphan_gpu_seconds == pytest.approx(world.orphaned, abs=2.5)  # it shows after two seconds
+    assert {how: n for (_, _, how), n in ended.items()} == {"completed": 1, "orphaned": 1}
+    growing = [view.engines[0].cost.orphan_gpu_seconds or 0.0 for view in views]
+    assert growing == sorted(growing)
