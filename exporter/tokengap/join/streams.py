@@ -507,6 +507,9 @@ def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]
     # What has ended is settled when all was acknowledged, or its client is gone; until then the kernel still delivers.
     undelivered = ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)
     seg["draining"] = ~np.isnan(seg["ended"]) & listening & undelivered & (seg["engine"] >= 0)
+    # The hops in between are done with it and close their sockets: from now on its client is who the outermost one has.
+    for column in ("down", "hop", "client"):
+        seg[column] = np.where(seg["draining"], top[column], seg[column])
 
     # Pairs of one burst may still be confused: believe a pair that agrees with what is known, and all pairs of a hop
     # where nobody left, for then confusion does not change the sums.
