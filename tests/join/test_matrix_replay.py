@@ -72,9 +72,6 @@ def last_with(views: list[View], out: float) -> Tokens:
 #: Cells that miss their bar, by recording; the page of the matrix says why. One that no longer misses it fails here:
 #: it is to be taken out.
 MISSING = {
-        "stall whole",
-        "vanish whole",
-    ),
     "direct-engine-leaks": (
         "queued streamed",
         "half-close whole",
@@ -82,10 +79,7 @@ MISSING = {
         "queued whole",
     ),
     "direct-kept-connections": ("none streamed",),
-    "haproxy-between-beats": (
-        "queued streamed",
-        "vanish streamed",
-    ),
+    "haproxy-between-beats": ("vanish streamed",),
     "haproxy-maxconn-streamed": (
         "fin streamed",
         "vanish streamed",
@@ -106,7 +100,6 @@ MISSING = {
         "queued streamed",
     ),
     "nginx-pooled-short-answers": ("none streamed",),
-    "pool-queued": ("queued streamed",),
     "pool-whole": ("vanish whole",),
 }
 

@@ -147,6 +147,7 @@ def _pair_free(
                 now.known[candidates],
             ),
             tolerance=SAME_INSTANT + blur,
+            blur=blur,
         )
         for i, j in matches:
             _join(seg, wanting[i], now, candidates[j], hop)

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+#: Seconds by which a client's request may seem to come after the proxy's, beside what a dump blurs: some ticks of the
+#: kernel. More are seen where a request comes in pieces.
+AT_ONCE = 0.012
+
 #: Seconds for which a proxy may hold a request back: in its queue, or because it is slow (LiteLLM with eight requests
 #: at once: 0.35).
 SLOWEST_PROXY = 120.0
@@ -33,18 +37,21 @@ class Requests:
     open: NDArray[np.bool_]
 
 
-def pair(up: Requests, down: Requests, *, tolerance: float) -> list[tuple[int, int]]:
+def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -> list[tuple[int, int]]:
     """Match upstream requests to clients; returns pairs of indices into ``up`` and ``down``.
 
-    First those whose instants lie within ``tolerance`` seconds, and among them those that are both answered, or both
-    not. Then those that a slow proxy sent on late, and what it queued: an upstream request that never had a client goes
-    to the client that has waited longest, first in, first out.
+    First those whose instants lie within ``tolerance`` seconds, the client's not after the proxy's where that will do,
+    and among them those that are both answered, or both not. Then those that a slow proxy sent on late, and what it
+    queued: an upstream request that never had a client goes to the client that has waited longest, first in, first out.
+    ``blur`` is the seconds that the dump of the sockets took.
     """
     pairs: list[tuple[int, int]] = []
-    for phase in (True, False, None):
+    at_once = AT_ONCE + blur
+    for phase, after in ((True, at_once), (False, at_once), (True, tolerance), (False, tolerance), (None, tolerance)):
         free_up = _free(up, [i for i, _ in pairs], phase)
         free_down = _free(down, [j for _, j in pairs], phase)
-        pairs += [(free_up[i], free_down[j]) for i, j in in_order(up.asked[free_up], down.asked[free_down], tolerance)]
+        found = in_order(up.asked[free_up], down.asked[free_down], tolerance, after)
+        pairs += [(free_up[i], free_down[j]) for i, j in found]
     pairs += _delayed(up, down, pairs)
     late = [i for i in _free(up, [i for i, _ in pairs], None) if up.open[i]]
     waiting = [j for j in _free(down, [j for _, j in pairs], False) if down.open[j]]
@@ -80,8 +87,11 @@ def _free(side: Requests, taken: list[int], answered: bool | None) -> list[int]:
     return [int(i) for i in rows[np.lexsort((side.inode[rows], side.asked[rows]))]]
 
 
-def in_order(up: NDArray[np.float64], down: NDArray[np.float64], tolerance: float) -> list[tuple[int, int]]:
-    """Match as many instants as possible within the tolerance; pairs of indices.
+def in_order(
+    up: NDArray[np.float64], down: NDArray[np.float64], tolerance: float, after: float | None = None
+) -> list[tuple[int, int]]:
+    """Match as many instants as possible, the second at most ``tolerance`` before the first and ``after`` after it (as
+    long by default); pairs of indices.
 
     With intervals of equal width, greedy in order is optimal. Equal instants keep the order they are given in.
     """
@@ -91,7 +101,7 @@ def in_order(up: NDArray[np.float64], down: NDArray[np.float64], tolerance: floa
     for i in up_order:
         while j < len(down_order) and down[down_order[j]] < up[i] - tolerance:
             j += 1
-        if j < len(down_order) and down[down_order[j]] <= up[i] + tolerance:
+        if j < len(down_order) and down[down_order[j]] <= up[i] + (tolerance if after is None else after):
             pairs.append((int(i), int(down_order[j])))
             j += 1
     return pairs
