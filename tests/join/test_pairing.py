@@ -42,6 +42,25 @@ def test_a_request_outside_the_tolerance_has_no_client():
     assert pairs([10.0], [10.04]) == [(0, 0)]
 
 
+def test_a_client_does_not_ask_after_its_proxy():
+    """Requests 48 ms apart: each goes to the client that had asked just before it, and none to the next one, which is
+    as near. Where no other will do, as for a request that comes in pieces, a client may seem to ask later."""
+    downs = [n * 0.048 for n in range(6)]
+    ups = [down + 0.004 for down in downs]
+    assert pairs(ups[1:], downs[1:]) == [(n, n) for n in range(5)]
+    assert pairs([10.0], [10.04]) == [(0, 0)]
+
+
+def test_a_slow_proxy_asks_late_and_its_answers_find_their_clients_while_they_flow():
+    """LiteLLM passes eight simultaneous requests on 50 to 350 ms later: in the order in which they came, and none
+    before its client had asked."""
+    downs, ups = [0.0, 0.05, 0.1, 0.15], [0.3, 0.45, 0.5]
+    flowing = {"up_answered": [True] * 3, "down_answered": [True] * 4}
+    assert pairs(ups, downs, held=[True] * 4, **flowing) == [(0, 0), (1, 1), (2, 2)]
+    assert pairs([0.3], [0.9], held=[True], up_answered=[True], down_answered=[True]) == []
+    assert pairs([0.3], [0.0], never=[False], held=[True], up_answered=[True], down_answered=[True]) == []
+
+
 def test_what_a_proxy_queued_goes_out_first_in_first_out():
     """Requests that HAProxy passes on late (maxconn) belong to the clients that have been held longest."""
     assert pairs([20.0, 21.0], [15.0, 16.0, 17.0], held=[True, True, True]) == [(0, 0), (1, 1)]
