@@ -134,9 +134,8 @@ def sequences(
     """
     seg = streams.segments
     flying = in_flight(seg)
-    mute = np.flatnonzero(
-        np.isnan(seg["answered"]) & ~seg["trial"]
-    )  # those that ended in this beat ran for a part of it
+    # Those that ended in this beat are among them: they ran for a part of it.
+    mute = np.flatnonzero(np.isnan(seg["answered"]) & ~seg["trial"])
     flows = flying & (seg["fresh"] > 0)
     if mostly_at_once:  # then what brought its first bytes has brought all, and does not run any more
         flows &= seg["arrived"] < seg["supply"]
@@ -267,14 +266,10 @@ def _exchange(
     than lacking where nobody has more, and where nobody can be given anything.
     """
     rows = np.flatnonzero(np.isnan(seg["answered"]) & ~seg["trial"])
-    held = np.concatenate(
-        [
-            (seg["tokens"] - seg["useful"] - seg["orphaned"])[rows],
-            [doubt.tokens for doubt in doubts],
-        ]
-    )
+    unsettled = (seg["tokens"] - seg["useful"] - seg["orphaned"])[rows]
+    held = np.concatenate([unsettled, [doubt.tokens for doubt in doubts]])
     asked = np.concatenate([seg["asked"][rows], [doubt.asked for doubt in doubts]])
-    ran = np.concatenate([(seg["hushed"][rows] > 0) | (held[: len(rows)] > 0), np.ones(len(doubts), dtype=bool)])
+    ran = np.concatenate([(seg["hushed"][rows] > 0) | (unsettled > 0), np.ones(len(doubts), dtype=bool)])
     change = np.zeros(len(held))
     for among in (_near(asked, instants), np.ones(len(held), dtype=bool)):
         open_ = lacking + change.sum()
