@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import netns
 import tokengap
 from netns import Host, Space
 from tokengap.errors import SourceUnusable
+from tokengap.lab.matrix import unprivileged
 from tokengap.lab.parts import free_port
 from tokengap.readings import ESTABLISHED, UNKNOWN, SocketSnapshot, as_ipv6
 from tokengap.sources import elsewhere
@@ -310,16 +310,11 @@ print(sorted(set(map(int, snapshot.open["bytes_acked"]))), snapshot.unread)
 """
 
 
-def unprivileged(*wanted: object) -> list[str]:
-    """Run the source as nobody, without any capability; return what it printed."""
-    setpriv = shutil.which("setpriv")
-    assert setpriv, "setpriv is not installed: apt-get install util-linux"
+def without_privilege(*wanted: object) -> list[str]:
+    """Run the source without any capability, as nobody where that user may read the checkout; return what it prints."""
     package = Path(tokengap.__file__).parents[1]
     ran = subprocess.run(
-        [
-            *(setpriv, "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"),
-            *(sys.executable, "-c", UNPRIVILEGED, str(PORT), *map(str, wanted)),
-        ],
+        [*unprivileged(), sys.executable, "-c", UNPRIVILEGED, str(PORT), *map(str, wanted)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(package)},
@@ -334,7 +329,7 @@ def test_without_privilege_states_are_read_and_one_line_says_so(host: Host, ever
     """No setns, and the links of other users' processes are closed: their tables in /proc are open, without bytes."""
     space = host.space()
     with pairs(space, PORT, (20001,)), process(space) as inside:
-        said = unprivileged("all" if everything else inside.pid)
+        said = without_privilege("all" if everything else inside.pid)
     assert said == [
         f"netns: {NEEDS}; states and queues of their sockets are read from /proc/PID/net, no bytes",
         "sock_diag, destroy events on",
@@ -346,7 +341,7 @@ def test_without_privilege_states_are_read_and_one_line_says_so(host: Host, ever
 def test_a_path_that_no_process_shows_cannot_be_read_without_privilege(host: Host) -> None:
     """It is said why, and our own namespace is read."""
     space = host.space()
-    said = unprivileged(space.path)
+    said = without_privilege(space.path)
     assert said[2:] == [
         "sock_diag True [] []",
         f"[] ('{space.path}: {NEEDS}',)",
