@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from tokengap.join.pairing import Amounts, Requests, by_volume, pair
 
 
-def requests(asked, answered=None, open_=None):
+def requests(asked, answered=None, open_=None, size=None):
     asked = np.array(asked, dtype=float)
     answered = np.zeros(len(asked), dtype=bool) if answered is None else np.array(answered)
     inode = np.arange(len(asked), dtype=np.uint64)
-    return Requests(asked, inode, answered, np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_))
+    size = np.full(len(asked), 500) if size is None else np.array(size)
+    return Requests(asked, inode, size, answered, np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_))
 
 
 def pairs(up, down, *, up_answered=None, down_answered=None, never=None, held=None, tolerance=0.05):

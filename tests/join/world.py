@@ -365,7 +365,9 @@ class World:
     @property
     def owners(self) -> dict[int, str]:
         """Whose upstream sockets are whose: what a walk of the process table would answer."""
-        owners = {p.up.cookie: "edge" if p.via == "edge" else "" for p in self.people if p.up is not None}
+        last = "admit" if self.chain else "edge"
+        owners = {p.up.cookie: last if p.via == "edge" else "" for p in self.people if p.up is not None}
+        owners |= {p.middle[0].cookie: "edge" for p in self.people if p.middle is not None}
         return owners | ({self.poller.cookie: ""} if self.poller is not None else {})
 
     @property

@@ -78,8 +78,10 @@ def _find_clients(
         _share(seg, now, side, mine, int(hop), before, blur, frames)
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         burst = _burst(seg, now, mine, int(hop), ratio, at)
-        left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody who was gone
-        seg["down"][left], seg["client"][left], seg["gone"][left] = 0, GONE, at
+        left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody else, who had left if anybody had
+        seg["down"][left] = 0
+        seg["client"][left] = np.where(seg["maybe_left"][left], np.int8(GONE), np.int8(UNSEEN))
+        seg["gone"][left] = np.where(seg["maybe_left"][left], at, np.nan)
 
 
 def _claim_closed(
@@ -127,24 +129,29 @@ def _pair_free(
     asks_the_same = np.abs(now.track["asked"][rows] - seg["asked"]) <= 2 * SAME_INSTANT + blur
     held = listens & (flying | (fresh_end & asks_the_same))
     busy = locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0
-    waits = now.rows["last_data_sent"] >= now.rows["last_data_recv"] - 1e3 * HEADER_SECONDS
+    sent, received = now.rows["last_data_sent"], now.rows["last_data_recv"]
+    waits = sent >= received - 1e3 * HEADER_SECONDS
+    silent = (sent > received) | (now.rows["bytes_sent"] == 0)  # since it asked: a poll has had its answer
     free = (side.down == hop) & ~now.ended & ~busy & (now.rows["bytes_received"] != 0)
     free &= (~now.known | waits | (now.d_written > 0)) & ((now.rows["state"] == ESTABLISHED) | ~now.known)
 
     wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
     if len(wanting) and len(candidates):
+        carriers = now.find(seg["carrier"][wanting])
         matches = pair(
             Requests(
                 seg["asked"][wanting],
-                now.rows["inode"][now.find(seg["carrier"][wanting])],
+                now.rows["inode"][carriers],
+                now.track["question"][carriers],
                 ~np.isnan(seg["answered"][wanting]),
                 (seg["down"][wanting] == 0) & ~seg["trial"][wanting],
             ),
             Requests(
                 now.track["asked"][candidates],
                 now.rows["inode"][candidates],
+                now.track["question"][candidates],
                 ~waits[candidates],
-                now.known[candidates],
+                (now.known & (silent | ~waits))[candidates],
             ),
             tolerance=SAME_INSTANT + blur,
             blur=blur,

@@ -8,7 +8,10 @@ who.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +19,9 @@ from numpy.typing import NDArray
 #: Seconds by which a client's request may seem to come after the proxy's, beside what a dump blurs: some ticks of the
 #: kernel. More are seen where a request comes in pieces.
 AT_ONCE = 0.012
+
+#: What proxies add to a request, or leave out of it: some headers.
+REWRITTEN_BYTES, REWRITTEN_SHARE = 64, 0.03
 
 #: Seconds for which a proxy may hold a request back: in its queue, or because it is slow (LiteLLM with eight requests
 #: at once: 0.35).
@@ -27,12 +33,14 @@ class Requests:
     """One side of the requests to be paired: upstream requests, or client sockets. Columns correspond.
 
     ``asked``: the instant. ``inode``: of the socket; in the order of their making, where instants (ticks of 4 ms)
-    are alike. ``answered``: answer bytes have come, or gone out. ``open``: what may still be paired out of
-    order: an upstream request that never had a client; a client socket that was there before this beat.
+    are alike. ``size``: its bytes. ``answered``: answer bytes have come, or gone out. ``open``: what may still be
+    paired out of order: an upstream request that never had a client; a client socket that was there before this beat
+    and has got nothing since it asked, or is getting an answer.
     """
 
     asked: NDArray[np.float64]
     inode: NDArray[np.uint64]
+    size: NDArray[np.int64]
     answered: NDArray[np.bool_]
     open: NDArray[np.bool_]
 
@@ -40,17 +48,24 @@ class Requests:
 def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -> list[tuple[int, int]]:
     """Match upstream requests to clients; returns pairs of indices into ``up`` and ``down``.
 
-    First those whose instants lie within ``tolerance`` seconds, the client's not after the proxy's where that will do,
-    and among them those that are both answered, or both not. Then those that a slow proxy sent on late, and what it
+    First those whose instants lie within ``tolerance`` seconds, of equal size where that will do, the client's not after
+    the proxy's, and among them those that are both answered, or both not. Then those that a slow proxy sent on late, and what it
     queued: an upstream request that never had a client goes to the client that has waited longest, first in, first out.
     ``blur`` is the seconds that the dump of the sockets took.
     """
     pairs: list[tuple[int, int]] = []
     at_once = AT_ONCE + blur
-    for phase, after in ((True, at_once), (False, at_once), (True, tolerance), (False, tolerance), (None, tolerance)):
+    phases = ((True, at_once), (False, at_once), (True, tolerance), (False, tolerance), (None, tolerance))
+    for alike, (phase, after) in product((True, False), phases):
         free_up = _free(up, [i for i, _ in pairs], phase)
         free_down = _free(down, [j for _, j in pairs], phase)
-        found = in_order(up.asked[free_up], down.asked[free_down], tolerance, after)
+        found = in_order(
+            up.asked[free_up],
+            down.asked[free_down],
+            tolerance,
+            after,
+            _alike(up.size[free_up], down.size[free_down]) if alike else None,
+        )
         pairs += [(free_up[i], free_down[j]) for i, j in found]
     pairs += _delayed(up, down, pairs)
     late = [i for i in _free(up, [i for i, _ in pairs], None) if up.open[i]]
@@ -87,23 +102,37 @@ def _free(side: Requests, taken: list[int], answered: bool | None) -> list[int]:
     return [int(i) for i in rows[np.lexsort((side.inode[rows], side.asked[rows]))]]
 
 
+def _alike(up: NDArray[np.int64], down: NDArray[np.int64]) -> Callable[[int, int], bool]:
+    """Return what tells whether an upstream request is as large as a client's, but for some headers."""
+    return lambda i, j: bool(abs(up[i] - down[j]) <= REWRITTEN_BYTES + REWRITTEN_SHARE * down[j])
+
+
 def in_order(
-    up: NDArray[np.float64], down: NDArray[np.float64], tolerance: float, after: float | None = None
+    up: NDArray[np.float64],
+    down: NDArray[np.float64],
+    tolerance: float,
+    after: float | None = None,
+    fits: Callable[[int, int], bool] | None = None,
 ) -> list[tuple[int, int]]:
     """Match as many instants as possible, the second at most ``tolerance`` before the first and ``after`` after it (as
-    long by default); pairs of indices.
+    long by default); pairs of indices. ``fits``: which pairs may be, all by default.
 
     With intervals of equal width, greedy in order is optimal. Equal instants keep the order they are given in.
     """
     up_order, down_order = np.argsort(up, kind="stable"), np.argsort(down, kind="stable")
     pairs: list[tuple[int, int]] = []
+    waiting: deque[int] = deque()  # within the tolerance, and not taken yet
     j = 0
     for i in up_order:
-        while j < len(down_order) and down[down_order[j]] < up[i] - tolerance:
+        while j < len(down_order) and down[down_order[j]] <= up[i] + (tolerance if after is None else after):
+            waiting.append(int(down_order[j]))
             j += 1
-        if j < len(down_order) and down[down_order[j]] <= up[i] + (tolerance if after is None else after):
-            pairs.append((int(i), int(down_order[j])))
-            j += 1
+        while waiting and down[waiting[0]] < up[i] - tolerance:
+            waiting.popleft()
+        found = next((one for one in waiting if fits is None or fits(int(i), one)), None)
+        if found is not None:
+            waiting.remove(found)
+            pairs.append((int(i), found))
     return pairs
 
 

@@ -39,6 +39,9 @@ QUIET_PATIENCE = 30.0
 #: Seconds of silence from which on a stream may have finished: longer than between two tokens of a busy engine.
 SILENT_SECONDS = 0.1
 
+#: Bytes that an answer of a model has at least, header included.
+LEAST_ANSWER = 256
+
 
 @dataclass(frozen=True, slots=True)
 class InEngine:
@@ -106,7 +109,8 @@ def end_finished(
         seg["trial"][fits] &= ((seg["born"][fits] >= at) & crowded) | poll_like[fits]
         # The engine finished more than we saw end: the longest silent of these, without waiting for another beat.
         unexplained = int(engines[engine].finished) - int((here & (over | (seg["ended"] == at)) & ~cut).sum())
-        silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room]]
+        header_alone = mute[no_room] & (seg["supply"][no_room] < LEAST_ANSWER)
+        silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room] & ~header_alone]
         over[silent[::-1][: max(unexplained, 0)]] = True
     seg["ended"] = np.where(over, at, seg["ended"])
     return seg

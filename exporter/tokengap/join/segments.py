@@ -44,13 +44,14 @@ SEGMENT = np.dtype(
         ("gone", "f8"),  # since when the client is known to be gone or vanished, at this hop
         ("client", "i1"),  # code of the client facing this hop, or UNSEEN
         ("owner", "i1"),
+        ("owner_told", "?"),  # by the process table, not by the pair
         ("no_room", "?"),  # in the beat before, the engine's count left no room for it
         ("trial", "?"),  # may yet turn out to be a poll of some page, not a stream: no tokens are credited
         ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
         ("reused", "?"),  # it ended, for its carrier brought another request: its answer was whole
         ("told", "?"),  # the engine's own count of its tokens has been taken in
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
-        ("maybe_left", "?"),  # it never had a client, and one may have come and left before we looked
+        ("maybe_left", "?"),  # its client may have come and left before we looked
         ("base_up", "i8"),  # bytes on the carrier before this request
         ("header", "i8"),  # bytes of the header, 0 while not seen on its own
         ("supply", "i8"),  # answer bytes so far, header included

@@ -54,6 +54,10 @@ NEVER_PAIRED_BEFORE_SECONDS = 10.0
 REFRAMING = 0.03
 
 
+#: An upstream socket, by cookie, and the index of the hop that owns it.
+HOME = np.dtype([("cookie", "u8"), ("hop", "i4")])
+
+
 @dataclass(frozen=True, slots=True)
 class StreamState:
     """What is remembered between beats. ``ratio`` holds, per hop (and last the engine), the bytes acknowledged by
@@ -65,6 +69,8 @@ class StreamState:
     at: float
     next_id: int
     foreign: NDArray[np.uint64]  # cookies of upstream-looking sockets that no hop owns
+    homes: NDArray[Any]  # of HOME: upstream sockets of which the process table said which hop's they are
+    strangers: frozenset[tuple[int, bool]]  # (target, target is a hop) that others than hops call, too
     edges: frozenset[tuple[int, int, bool]]  # (hop, target, target is a hop): who forwards where
     ratio: NDArray[np.float64]
     headers: NDArray[np.int64]  # size of the header that each engine sends before the first token, 0 not known
@@ -126,6 +132,8 @@ def start(topology: Topology) -> StreamState:
         at=0.0,
         next_id=1,
         foreign=np.zeros(0, dtype=np.uint64),
+        homes=np.zeros(0, dtype=HOME),
+        strangers=frozenset(),
         edges=frozenset(edges),
         ratio=np.full((len(topology.hops) + 1, 2), 65536.0),
         headers=np.zeros(len(topology.engines), dtype=np.int64),
@@ -153,7 +161,8 @@ def advance(
     side = sides(both, topology, snapshot.namespaces)
     now = follow(state.track, both, ended, (side.down >= 0) | (side.engine_side >= 0), at)
 
-    seg, foreign, edges = _hear_owners(state, owners, now)
+    state, seg = _hear_owners(state, owners, now)
+    foreign, edges = state.foreign, state.edges
     carriers = _carriers(now, side, foreign, edges)
     # No hop's after all, or an engine's socket whose other end is a hop's, where it is followed.
     row = now.find(seg["carrier"])
@@ -172,15 +181,12 @@ def advance(
     believe_brief(seg, engines, edges, at, unseen=unseen)
     began = at if state.track is None else state.began
     many = blind.union(side.down[np.isin(now.rows["cookie"], talk.frames)].tolist())
-    seg = _own(seg, at, began, many, max(NEVER_PAIRED_SECONDS, 2 * topology.interval))
+    seg = _own(seg, now, side, at, began, many, max(NEVER_PAIRED_SECONDS, 2 * topology.interval))
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
     seg, ratio = _deliver(seg, path, now, state.ratio)
 
-    asking = np.isnan(seg["ended"]) & (seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER)
-    rows = now.find(seg["carrier"][asking])
-    questions = frozenset(int(inode) for inode in now.rows["inode"][rows[rows >= 0]] if inode)
-
+    questions = _questions(state, seg, now)
     state = replace(
         state,
         segments=seg[stays(seg)],
@@ -188,7 +194,7 @@ def advance(
         at=at,
         next_id=next_id,
         foreign=np.intersect1d(foreign, now.rows["cookie"]),
-        edges=edges,
+        homes=state.homes[now.find(state.homes["cookie"]) >= 0],
         ratio=ratio,
         headers=headers,
         questions=questions,
@@ -201,28 +207,59 @@ def advance(
     return state, Streams(seg, path, held, clients, returned, seen)
 
 
-def _hear_owners(
-    state: StreamState, owners: Mapping[int, str], now: Tracked
-) -> tuple[Segments, NDArray[np.uint64], frozenset[tuple[int, int, bool]]]:
-    """Take the answers about owners in: mark what no hop owns (and remember it), learn who forwards where."""
+def _hear_owners(state: StreamState, owners: Mapping[int, str], now: Tracked) -> tuple[StreamState, Segments]:
+    """Take the answers about owners in, and remember them: what is no hop's, and who forwards where.
+
+    A client of another hop than the one that the request turns out to be of was not its client.
+    """
     seg = state.segments.copy()
     names = {hop.name: i for i, hop in enumerate(state.topology.hops)}
-    edges = set(state.edges)
+    edges, strangers, homes = set(state.edges), set(state.strangers), []
     rows = now.find(seg["carrier"])
-    asked = (seg["down"] == 0) & (rows >= 0) & (seg["owner"] == UNKNOWN_OWNER)
+    asked = (seg["carrier"] != seg["down"]) & (rows >= 0) & ~seg["owner_told"]
     for i in np.flatnonzero(asked) if owners else ():
         owner = owners.get(int(now.rows["inode"][rows[i]]))
-        if owner in names:
-            seg["owner"][i] = OWNED
-            seg["hop"][i] = names[owner]
-            to_hop = bool(seg["to_hop"][i] >= 0)
-            edges.add((names[owner], int(seg["to_hop"][i] if to_hop else seg["engine"][i]), to_hop))
-        elif owner is not None:
+        if owner is None:
+            continue
+        to_hop = bool(seg["to_hop"][i] >= 0)
+        target = int(seg["to_hop"][i] if to_hop else seg["engine"][i])
+        seg["owner_told"][i] = True
+        if owner not in names:
             seg["owner"][i] = FOREIGN
+            strangers.add((target, to_hop))
+            continue
+        hop = names[owner]
+        if seg["down"][i] and seg["hop"][i] != hop:
+            seg["down"][i], seg["client"][i], seg["gone"][i], seg["lag"][i] = 0, UNSEEN, np.nan, np.nan
+            seg["shared"][i] = False
+        seg["owner"][i], seg["hop"][i] = OWNED, hop
+        edges.add((hop, target, to_hop))
+        homes.append((seg["carrier"][i], hop))
     no_hops = [inode for inode, owner in owners.items() if owner not in names]
-    strangers = now.rows["cookie"][np.isin(now.rows["inode"], no_hops)]
-    foreign = np.union1d(np.union1d(state.foreign, strangers), seg["carrier"][seg["owner"] == FOREIGN])
-    return seg, foreign, frozenset(edges)
+    others = now.rows["cookie"][np.isin(now.rows["inode"], no_hops)]
+    state = replace(
+        state,
+        foreign=np.union1d(np.union1d(state.foreign, others), seg["carrier"][seg["owner"] == FOREIGN]),
+        homes=np.unique(np.concatenate([state.homes, np.array(homes, dtype=HOME)])),
+        strangers=frozenset(strangers),
+        edges=frozenset(edges),
+    )
+    return state, seg
+
+
+def _questions(state: StreamState, seg: Segments, now: Tracked) -> frozenset[int]:
+    """Return the inodes of carriers whose owner would settle something: those without a client, and all that go where
+    more than one hop, or others than hops, call as well."""
+    callers: dict[tuple[int, bool], int] = {target: 1 for target in state.strangers}
+    for _, target, to_hop in state.edges:
+        callers[target, to_hop] = callers.get((target, to_hop), 0) + 1
+    engines = [target for (target, to_hop), n in callers.items() if n > 1 and not to_hop]
+    hops = [target for (target, to_hop), n in callers.items() if n > 1 and to_hop]
+    disputed = np.isin(seg["engine"], engines) | np.isin(seg["to_hop"], hops)
+    asking = np.isnan(seg["ended"]) & (seg["carrier"] != seg["down"]) & ~seg["owner_told"]
+    asking &= disputed | ((seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER))
+    rows = now.find(seg["carrier"][asking])
+    return frozenset(int(inode) for inode in now.rows["inode"][rows[rows >= 0]] if inode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +426,11 @@ def _born(
     born["hop"] = np.where(direct, len(state.topology.hops), -1)
     born["to_hop"] = np.where(direct, -1, side.to_hop[at_rows])
     born["engine"] = np.where(direct, side.engine_side[at_rows], side.to_engine[at_rows])
-    born["owner"] = np.where(direct, OWNED, UNKNOWN_OWNER)
+    at_home = locate(state.homes["cookie"], born["carrier"])
+    born["owner_told"] = at_home >= 0
+    if len(state.homes):  # nothing can be taken from an empty table
+        born["hop"] = np.where(born["owner_told"], state.homes["hop"][at_home], born["hop"])
+    born["owner"] = np.where(direct | born["owner_told"], OWNED, UNKNOWN_OWNER)
     born["asked"] = now.track["asked"][at_rows]
     born["born"] = at
     born["base_up"] = base
@@ -411,17 +452,23 @@ def _born(
     return np.concatenate([seg, born]), state.next_id + len(at_rows)
 
 
-def _own(seg: Segments, at: float, began: float, blind: frozenset[int], patience: float) -> Segments:
+def _own(
+    seg: Segments, now: Tracked, side: Sides, at: float, began: float, blind: frozenset[int], patience: float
+) -> Segments:
     """Decide about upstream requests that never had a client: the hop's orphan, or not known.
 
+    It is one where a client may have left before we looked, and where each client that is there has its own stream.
     ``blind``: hops with clients on HTTP/2 or 3. There "no socket of its own" proves nothing, and what was taken for an
     orphan before that was known is none. ``patience``: seconds for which a client may yet be found.
     """
+    busy = locate(np.unique(seg["down"][np.isnan(seg["ended"])]), now.rows["cookie"]) >= 0
+    free = np.unique(side.down[~now.ended & ~busy & (now.rows["state"] == ESTABLISHED)])
+    nobody_else = seg["maybe_left"] | ~np.isin(seg["hop"], free)
     flying = np.isnan(seg["ended"])
     alone = flying & (seg["down"] == 0) & (seg["owner"] == OWNED)
     unknown = np.isin(seg["hop"], list(blind))
     wait = np.where(seg["born"] <= began, began - seg["asked"] + NEVER_PAIRED_BEFORE_SECONDS, patience)
-    left = alone & ~unknown & (at - seg["asked"] > wait)
+    left = alone & ~unknown & nobody_else & (at - seg["asked"] > wait)
     seg["client"] = np.where(left, GONE, np.where(alone & unknown, UNSEEN, seg["client"]))
     seg["gone"] = np.where(left & np.isnan(seg["gone"]), at, seg["gone"])
     # What keeps answering without being asked again is a stream, not a poll.
