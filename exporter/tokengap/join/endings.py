@@ -127,7 +127,9 @@ def end(
     whole[reset] = False
     for i in reset:
         add(int(streams.entered[i]), "cancelled")
-    for i in np.setdiff1d(np.flatnonzero(there), reset):
+    # A little that came at once, on a connection that stays: a poll, or a refusal. The model has not worked for it.
+    brief = there & ~answered & (seg["supply"] > 0) & np.isnan(seg["missed"]) & ~np.array(died)
+    for i in np.setdiff1d(np.flatnonzero(there & ~brief), reset):
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")
     spare -= int(whole.sum())
     tail = np.minimum(np.maximum(TAIL_BYTES, TAIL_SHARE * seg["supply"]), body(seg) / 2)

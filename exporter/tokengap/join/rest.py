@@ -64,9 +64,11 @@ def end_finished(
     flying = np.isnan(seg["ended"])
     mute = np.isnan(seg["answered"])
     counted = flying & np.isnan(seg["missed"])  # the others are closing
-    answered = counted & (seg["supply"] > 0)  # if only by what may be a header, or all of a small answer
     carrier = now.rows[now.find(seg["carrier"])]
     question_age, answer_age = ages(carrier, seg["carrier"] == seg["down"])
+    # By what may be a header, or all of a small answer, if not more; or by bytes that the request before it was given.
+    not_newer = (answer_age >= 0) & (answer_age <= question_age) & (seg["base_up"] > 0) & mute
+    answered = counted & ((seg["supply"] > 0) | not_newer)
     silence = np.where(answer_age >= 0, answer_age / 1e3, at - seg["grew"])
     quiet = answered & (silence >= 0.9 * interval) & (seg["grew"] < at)
     at_once = answer_age >= question_age - 1e3 * HEADER_SECONDS

@@ -342,22 +342,28 @@ def _grow(
         end = ends[order][far[told]]
         total = np.minimum(end["bytes_acked"], end["bytes_sent"]) - seg["base_up"][told]
         arrived[told] = np.maximum(total - seg["supply"][told], 0)
-    # More than a header since the beat before is an answer, and what was asked after it is another question.
-    spoken = (seg["supply"] > 0) | ~np.isnan(seg["answered"]) | (arrived > HEADER_MOST)
+    # More than a header since the beat before is an answer, and so is anything to a question that stood for a while.
+    # What was asked after it is another question.
+    answered = ~np.isnan(seg["answered"])
+    stood = seg["asked"] < before - (at - before) / 2
+    spoken = (seg["supply"] > 0) | answered | (arrived > HEADER_MOST) | ((arrived > 0) & stood)
     asked_again = flying & here & spoken & (carriers.d_question[rows] > 0)
     asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
-    # Of what came since the beat before, the old answer has what came before the new question, by time.
+    # Of what came since the beat before, the old answer has what came before the new question, by time. If its client
+    # had closed by then with all of it, it was whole.
     share = np.clip((now.track["asked"][rows] - before) / max(at - before, 1e-9), 0, 1)
-    arrived = np.where(asked_again & ~carriers.early[rows], np.round(arrived * share).astype(np.int64), arrived)
+    old = np.where(carriers.early[rows], arrived, np.round(arrived * share).astype(np.int64))
+    old = np.where(answered & (seg["client"] == GONE) & (seg["behind"] <= 0), 0, old)
+    arrived = np.where(asked_again, old, arrived)
 
     before_ = body(seg)
     seg["supply"] += arrived
     seg["arrived"] = arrived
     mute = flying & np.isnan(seg["answered"])
-    header = mute & here & ~now.ended[rows] & carriers.early[rows] & (seg["supply"] <= HEADER_MOST)
-    seg["header"] = np.where(header, seg["supply"], seg["header"])
+    alone = mute & here & ~now.ended[rows] & ~asked_again & carriers.early[rows] & (seg["supply"] <= HEADER_MOST)
+    seg["header"] = np.where(alone, seg["supply"], seg["header"])
     seg["fresh"] += body(seg) - before_
-    first = mute & (arrived > 0) & ~header
+    first = mute & (arrived > 0) & ~alone
     seg["answered"] = np.where(first, at, seg["answered"])
     seg["grew"] = np.where(arrived > 0, at, seg["grew"])
 
@@ -448,7 +454,7 @@ def _born(
     born["lag"] = np.nan
     born["client"] = UNSEEN
     header_like = (born["supply"] == 0) | (born["supply"] == known_header)
-    born["trial"] = ~(waiting & header_like)
+    born["trial"] = ~(waiting & header_like) | (replaced & carriers.early)[at_rows]
     return np.concatenate([seg, born]), state.next_id + len(at_rows)
 
 
