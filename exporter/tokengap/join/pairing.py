@@ -48,10 +48,10 @@ class Requests:
 def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -> list[tuple[int, int]]:
     """Match upstream requests to clients; returns pairs of indices into ``up`` and ``down``.
 
-    First those whose instants lie within ``tolerance`` seconds, of equal size where that will do, the client's not after
-    the proxy's, and among them those that are both answered, or both not. Then those that a slow proxy sent on late, and what it
-    queued: an upstream request that never had a client goes to the client that has waited longest, first in, first out.
-    ``blur`` is the seconds that the dump of the sockets took.
+    First those whose instants lie within ``tolerance`` seconds, of equal size where that will do, the client's not
+    after the proxy's, and among them those that are both answered, or both not. Then those that a slow proxy sent on
+    late, and what it queued: an upstream request that never had a client goes to the client that has waited longest,
+    first in, first out. ``blur`` is the seconds that the dump of the sockets took.
     """
     pairs: list[tuple[int, int]] = []
     at_once = AT_ONCE + blur

@@ -22,6 +22,10 @@ HEADER_USUAL = 200
 #: measured, 4 ms ticks, a busy event loop in between).
 SAME_INSTANT = 0.05
 
+#: What a client may lack that has, or had, its whole answer: the last chunk, and what re-framing makes of the
+#: difference.
+TAIL_BYTES, TAIL_SHARE = 1024, 0.05
+
 UNKNOWN_OWNER, OWNED, FOREIGN = 0, 1, 2
 
 #: One request at one hop. Instants are monotonic seconds, NaN for "not yet".
@@ -99,6 +103,13 @@ def body(segments: Segments) -> NDArray[np.int64]:
     """Return the answer bytes of each stream that are not its header."""
     header = np.where(segments["header"] > 0, segments["header"], HEADER_USUAL)
     return np.asarray(np.maximum(segments["supply"] - header, 0), dtype=np.int64)
+
+
+def all_but_the_last(segments: Segments) -> NDArray[np.bool_]:
+    """Mark the answers of which clients lack no more than the last chunk, and what re-framing makes of the difference;
+    of a short one, half."""
+    tail = np.minimum(np.maximum(TAIL_BYTES, TAIL_SHARE * segments["supply"]), body(segments) / 2)
+    return np.asarray(~np.isnan(segments["answered"]) & (segments["behind"] <= tail), dtype=np.bool_)
 
 
 def in_flight(segments: Segments) -> NDArray[np.bool_]:

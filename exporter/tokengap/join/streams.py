@@ -10,6 +10,7 @@ carrier sent, answers by what it received (for an engine's socket: the reverse).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ from tokengap.join.segments import (
     UNKNOWN_OWNER,
     UNSEEN,
     Segments,
+    all_but_the_last,
     body,
     stays,
 )
@@ -168,7 +170,7 @@ def advance(
     row = now.find(seg["carrier"])
     ours = (seg["owner"] != FOREIGN) & ((row < 0) | carriers.is_carrier[row])
     seg, returned = seg[ours], seg[~ours]
-    seg, taken = _grow(seg, now, carriers, side.engine_side >= 0, state.at, at, events=snapshot.events)
+    seg, taken = _grow(seg, now, carriers, side.engine_side >= 0, state.headers, state.at, at, events=snapshot.events)
     await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
@@ -185,6 +187,7 @@ def advance(
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
     seg, ratio = _deliver(seg, path, now, state.ratio)
+    path = _doubt_guesses(state, seg, path)
 
     questions = _questions(state, seg, now)
     state = replace(
@@ -250,16 +253,18 @@ def _hear_owners(state: StreamState, owners: Mapping[int, str], now: Tracked) ->
 def _questions(state: StreamState, seg: Segments, now: Tracked) -> frozenset[int]:
     """Return the inodes of carriers whose owner would settle something: those without a client, and all that go where
     more than one hop, or others than hops, call as well."""
-    callers: dict[tuple[int, bool], int] = {target: 1 for target in state.strangers}
-    for _, target, to_hop in state.edges:
-        callers[target, to_hop] = callers.get((target, to_hop), 0) + 1
-    engines = [target for (target, to_hop), n in callers.items() if n > 1 and not to_hop]
-    hops = [target for (target, to_hop), n in callers.items() if n > 1 and to_hop]
-    disputed = np.isin(seg["engine"], engines) | np.isin(seg["to_hop"], hops)
     asking = np.isnan(seg["ended"]) & (seg["carrier"] != seg["down"]) & ~seg["owner_told"]
-    asking &= disputed | ((seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER))
+    asking &= _disputed(state, seg) | ((seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER))
     rows = now.find(seg["carrier"][asking])
     return frozenset(int(inode) for inode in now.rows["inode"][rows[rows >= 0]] if inode)
+
+
+def _disputed(state: StreamState, seg: Segments) -> NDArray[np.bool_]:
+    """Mark the requests that go where more than one hop, or others than hops, call."""
+    callers = Counter((target, to_hop) for _, target, to_hop in state.edges) + Counter(state.strangers)
+    engines = [target for (target, to_hop), n in callers.items() if n > 1 and not to_hop]
+    hops = [target for (target, to_hop), n in callers.items() if n > 1 and to_hop]
+    return np.asarray(np.isin(seg["engine"], engines) | np.isin(seg["to_hop"], hops), dtype=np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +321,7 @@ def _grow(
     now: Tracked,
     carriers: _Carriers,
     engine_side: NDArray[np.bool_],
+    headers: NDArray[np.int64],
     before: float,
     at: float,
     *,
@@ -360,7 +366,9 @@ def _grow(
     seg["supply"] += arrived
     seg["arrived"] = arrived
     mute = flying & np.isnan(seg["answered"])
-    alone = mute & here & ~now.ended[rows] & ~asked_again & carriers.early[rows] & (seg["supply"] <= HEADER_MOST)
+    known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
+    most = np.where((seg["engine"] >= 0) & (known_header > 0), 2 * known_header, HEADER_MOST)
+    alone = mute & here & ~now.ended[rows] & ~asked_again & carriers.early[rows] & (seg["supply"] <= most)
     seg["header"] = np.where(alone, seg["supply"], seg["header"])
     seg["fresh"] += body(seg) - before_
     first = mute & (arrived > 0) & ~alone
@@ -535,6 +543,16 @@ def _chain(seg: Segments, parent: NDArray[np.intp], inner: NDArray[np.intp]) -> 
         holds = (leaks_at[before] >= 0) & ~let_go
         leaks_at[linked] = np.where(holds, leaks_at[before], leaks_at[linked])
     return Path(first, leaks_at, client, inner)
+
+
+def _doubt_guesses(state: StreamState, seg: Segments, path: Path) -> Path:
+    """Where the process table tells whose requests are whose, one that it did not tell yet is no orphan: who left may
+    be somebody else's client."""
+    if not len(state.homes):
+        return path
+    guess = (seg["carrier"] != seg["down"]) & ~seg["owner_told"] & _disputed(state, seg)
+    doubtful = guess & (path.client >= VANISHED) & ~all_but_the_last(seg)
+    return replace(path, client=np.where(doubtful, np.int8(UNSEEN), path.client))
 
 
 def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]) -> tuple[Segments, NDArray[Any]]:
