@@ -253,7 +253,7 @@ async def test_what_no_process_of_a_hop_holds_is_no_hops() -> None:
 
 
 async def test_a_process_that_came_since_the_survey_may_be_a_hops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be a new worker of the hop: what it holds is not answered before all processes are looked through again."""
+    """It may be a new worker of the hop: what it holds is not answered before the next survey."""
     monkeypatch.setattr(processes, "_REST_FACTOR", 0)
     source = Processes()
     with started() as edge, started() as other:

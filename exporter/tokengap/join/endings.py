@@ -10,6 +10,7 @@ there                                 answered                   completed
 there                                 died, or never answered    failed
 left, served to the end               finished one               completed: it had everything and closed
 left before                           finished one               orphaned: it ran to its end for nobody
+left, and its connection stays        any                        the same: the answer was read to its end
 left                                  finished none              cancelled, once the engine has dropped it
 left                                  still runs it              in limbo: the engine's own leak
 in limbo                              finished one               orphaned, at the hop "engine"
@@ -131,11 +132,14 @@ def end(
     # Where another request followed on its socket, how much of the bytes were its own is not known, but it was whole.
     got_all = all_but_the_last(seg) | (left_now & seg["reused"] & (seg["acked"] > 0))
 
+    # A connection that is kept after the client left, or used again, has brought its answer to the end.
+    sure = answered & np.isnan(seg["missed"])
+
     limbo = list(fates.limbo)
     order = np.argsort(seg["gone"], kind="stable")
     for i in [i for i in order if left_before[i]] + [i for i in order if left_now[i]]:
         entered = int(streams.entered[i])
-        if spare > 0 and answered[i]:
+        if answered[i] and (spare > 0 or sure[i]):
             spare -= 1
             whole[i] = got_all[i]
             add(*((entered, "completed") if whole[i] else (int(streams.leaks_at[i]), "orphaned")))

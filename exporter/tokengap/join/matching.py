@@ -37,22 +37,23 @@ def find_clients(
     blur: float,
     frames: NDArray[np.uint64],
     before: float,
+    guess: NDArray[np.bool_],
 ) -> None:
     """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom.
 
     A process has its sockets in one network namespace, so a hop that runs in several is matched in each alone.
     ``frames``: client-facing sockets, by cookie, that are known to carry several requests at once. ``before``: when the
-    beat before was.
+    beat before was. ``guess``: requests that may be another hop's: they are paired by their instants alone.
     """
     netns = now.rows["netns"]
     if not netns.any():
         everywhere = np.ones(len(seg), dtype=np.bool_)
-        _find_clients(seg, now, side, everywhere, edges, ratio, at, blur, frames, before)
+        _find_clients(seg, now, side, everywhere, edges, ratio, at, blur, frames, before, guess)
         return
     for number in np.unique(netns):
         down = np.where(netns == number, side.down, -1)
         here = seg["netns"] == number
-        _find_clients(seg, now, replace(side, down=down), here, edges, ratio, at, blur, frames, before)
+        _find_clients(seg, now, replace(side, down=down), here, edges, ratio, at, blur, frames, before, guess)
 
 
 def _find_clients(
@@ -66,6 +67,7 @@ def _find_clients(
     blur: float,
     frames: NDArray[np.uint64],
     before: float,
+    guess: NDArray[np.bool_],
 ) -> None:
     for hop in np.unique(side.down[side.down >= 0]):
         mine = here & ((seg["hop"] == hop) | (seg["hop"] == UNSEEN))
@@ -73,11 +75,11 @@ def _find_clients(
         mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
         # First with the clients of before, for those that have closed by now still tell whose they were.
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-        _claim_closed(seg, now, side, mine, int(hop), ratio, at)
-        _pair_free(seg, now, side, mine, int(hop), at, blur)
-        _share(seg, now, side, mine, int(hop), before, blur, frames)
+        _claim_closed(seg, now, side, mine, int(hop), ratio, at, blur)
+        _pair_free(seg, now, side, mine, int(hop), at, blur, guess)
+        _share(seg, now, side, mine & ~guess, int(hop), before, blur, frames)
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-        burst = _burst(seg, now, mine, int(hop), ratio, at)
+        burst = _burst(seg, now, mine, int(hop), ratio, at, blur)
         left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody else, who had left if anybody had
         seg["down"][left] = 0
         seg["client"][left] = np.where(seg["maybe_left"][left], np.int8(GONE), np.int8(UNSEEN))
@@ -92,6 +94,7 @@ def _claim_closed(
     hop: int,
     ratio: NDArray[np.float64],
     at: float,
+    blur: float,
 ) -> None:
     """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
     they got. Their instants are not known, but the amount of a whole answer is."""
@@ -99,7 +102,7 @@ def _claim_closed(
     per_byte = ratio[hop, 1] / ratio[hop, 0]
     got = (now.track["written"] - now.track["begun"]) * per_byte
     clients = np.flatnonzero(loose & (got > HEADER_MOST))
-    burst = _burst(seg, now, mine, hop, ratio, at)
+    burst = _burst(seg, now, mine, hop, ratio, at, blur)
     asking = np.flatnonzero(~burst.mute & (burst.hungry | (seg["down"][burst.rows] == 0)))
     if len(clients) and len(asking):
         anytime = np.zeros(max(len(asking), len(clients)))
@@ -111,7 +114,14 @@ def _claim_closed(
 
 
 def _pair_free(
-    seg: Segments, now: Tracked, side: Sides, mine: NDArray[np.bool_], hop: int, at: float, blur: float
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    mine: NDArray[np.bool_],
+    hop: int,
+    at: float,
+    blur: float,
+    guess: NDArray[np.bool_],
 ) -> None:
     """Pair the streams of a hop that have no client with its clients that have no stream."""
     flying = np.isnan(seg["ended"])
@@ -144,7 +154,7 @@ def _pair_free(
                 now.rows["inode"][carriers],
                 now.track["question"][carriers],
                 ~np.isnan(seg["answered"][wanting]),
-                (seg["down"][wanting] == 0) & ~seg["trial"][wanting],
+                (seg["down"][wanting] == 0) & ~seg["trial"][wanting] & ~guess[wanting],
             ),
             Requests(
                 now.track["asked"][candidates],
@@ -156,8 +166,10 @@ def _pair_free(
             tolerance=SAME_INSTANT + blur,
             blur=blur,
         )
+        trial = seg["trial"].copy()
         for i, j in matches:
             _join(seg, wanting[i], now, candidates[j], hop)
+        seg["trial"] |= trial & guess
 
 
 def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> None:
@@ -245,7 +257,7 @@ def _sort_out(
     """
     tolerance = 2 * SAME_INSTANT + blur
     for rule in (_cut_together, _by_first_bytes, _by_amount, _left_midway, _never_fed):
-        burst = _burst(seg, now, mine, hop, ratio, at)
+        burst = _burst(seg, now, mine, hop, ratio, at, blur)
         if len(burst.rows) < 2:
             return
         for a, b in rule(burst, tolerance):
@@ -288,12 +300,15 @@ class _Burst:
 
 
 def _burst(
-    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float
+    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float, blur: float
 ) -> _Burst:
     over = (seg["ended"] == at) | (np.isnan(seg["ended"]) & ~np.isnan(seg["missed"]))
     rows = np.flatnonzero(mine & (np.isnan(seg["ended"]) | over) & ~seg["shared"] & (seg["carrier"] != seg["down"]))
-    some, down = seg[rows], now.find(seg["down"][rows])
-    track = now.track[down]
+    down = now.find(seg["down"][rows])
+    # A client that asks anew has what it had asked for before.
+    same = (down < 0) | (now.track["asked"][down] <= seg["asked"][rows] + 2 * SAME_INSTANT + blur)
+    rows, down = rows[same], down[same]
+    some, track = seg[rows], now.track[down]
     seen = down >= 0
     there = seen & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED)
     per_byte = ratio[hop, 1] / ratio[hop, 0]

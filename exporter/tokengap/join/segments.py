@@ -112,6 +112,12 @@ def all_but_the_last(segments: Segments) -> NDArray[np.bool_]:
     return np.asarray(~np.isnan(segments["answered"]) & (segments["behind"] <= tail), dtype=np.bool_)
 
 
+def got_more_than_came(segments: Segments) -> NDArray[np.bool_]:
+    """Mark the streams of which the client has bytes that were not seen to come yet: a dump is not atomic."""
+    more = segments["acked"] > segments["supply"] + HEADER_USUAL
+    return np.asarray(more & ~segments["shared"] & (segments["carrier"] != segments["down"]), dtype=np.bool_)
+
+
 def in_flight(segments: Segments) -> NDArray[np.bool_]:
     """Mark the streams that have not ended and are no mere candidates."""
     return np.asarray(np.isnan(segments["ended"]) & ~segments["trial"], dtype=np.bool_)

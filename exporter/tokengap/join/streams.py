@@ -32,6 +32,7 @@ from tokengap.join.segments import (
     Segments,
     all_but_the_last,
     body,
+    got_more_than_came,
     stays,
 )
 from tokengap.join.signs import Signs, Talk, listen, note_leavers, signs
@@ -52,7 +53,7 @@ UNSEEN_BEATS = 2.5
 NEVER_PAIRED_BEFORE_SECONDS = 10.0
 
 #: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
-#: the chunks acknowledges slightly other numbers of bytes than it received.
+#: the chunks sends slightly other numbers of bytes than it received.
 REFRAMING = 0.03
 
 
@@ -174,7 +175,8 @@ def advance(
     await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
-    find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames, state.at)
+    guess = _guesses(state, seg)
+    find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames, state.at, guess)
     note_leavers(seg, now, side, state.at, events=snapshot.events, first=state.track is None)
     talk = listen(state.talk, now, side, seg)
     parent, inner = _links(seg, now)
@@ -186,8 +188,9 @@ def advance(
     seg = _own(seg, now, side, at, began, many, max(NEVER_PAIRED_SECONDS, 2 * topology.interval))
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
-    seg, ratio = _deliver(seg, path, now, state.ratio)
-    path = _doubt_guesses(state, seg, path)
+    seg, ratio = _deliver(seg, path, now, state.ratio, at)
+    doubtful = _guesses(state, seg) & (path.client >= VANISHED) & ~all_but_the_last(seg)
+    path = replace(path, client=np.where(doubtful, np.int8(UNSEEN), path.client))
 
     questions = _questions(state, seg, now)
     state = replace(
@@ -265,6 +268,13 @@ def _disputed(state: StreamState, seg: Segments) -> NDArray[np.bool_]:
     engines = [target for (target, to_hop), n in callers.items() if n > 1 and not to_hop]
     hops = [target for (target, to_hop), n in callers.items() if n > 1 and to_hop]
     return np.asarray(np.isin(seg["engine"], engines) | np.isin(seg["to_hop"], hops), dtype=np.bool_)
+
+
+def _guesses(state: StreamState, seg: Segments) -> NDArray[np.bool_]:
+    """Mark the requests of which only instants tell whose they are, where the process table will tell. Till then none
+    is an orphan: who left may be somebody else's client."""
+    known = bool(len(state.homes))
+    return np.asarray(known & (seg["carrier"] != seg["down"]) & ~seg["owner_told"] & _disputed(state, seg), dtype=bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,26 +358,27 @@ def _grow(
         end = ends[order][far[told]]
         total = np.minimum(end["bytes_acked"], end["bytes_sent"]) - seg["base_up"][told]
         arrived[told] = np.maximum(total - seg["supply"][told], 0)
-    # More than a header since the beat before is an answer, and so is anything to a question that stood for a while.
-    # What was asked after it is another question.
+    # More than a header is an answer, and so is anything to a question that stood for a while. What was asked after it
+    # is another question.
+    known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
+    most = np.where((seg["engine"] >= 0) & (known_header > 0), 2 * known_header, HEADER_MOST)
     answered = ~np.isnan(seg["answered"])
     stood = seg["asked"] < before - (at - before) / 2
-    spoken = (seg["supply"] > 0) | answered | (arrived > HEADER_MOST) | ((arrived > 0) & stood)
+    spoken = (seg["supply"] > 0) | answered | (arrived > most) | ((arrived > 0) & stood)
     asked_again = flying & here & spoken & (carriers.d_question[rows] > 0)
     asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
     # Of what came since the beat before, the old answer has what came before the new question, by time. If its client
-    # had closed by then with all of it, it was whole.
+    # had closed by then, and lacked nothing, it was whole, and as long as what that client got.
     share = np.clip((now.track["asked"][rows] - before) / max(at - before, 1e-9), 0, 1)
     old = np.where(carriers.early[rows], arrived, np.round(arrived * share).astype(np.int64))
-    old = np.where(answered & (seg["client"] == GONE) & (seg["behind"] <= 0), 0, old)
+    served = (seg["client"] == GONE) & (seg["behind"] <= 0) & (answered | got_more_than_came(seg))
+    old = np.where(served, np.clip(seg["acked"] - seg["supply"], 0, arrived), old)
     arrived = np.where(asked_again, old, arrived)
 
     before_ = body(seg)
     seg["supply"] += arrived
     seg["arrived"] = arrived
     mute = flying & np.isnan(seg["answered"])
-    known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
-    most = np.where((seg["engine"] >= 0) & (known_header > 0), 2 * known_header, HEADER_MOST)
     alone = mute & here & ~now.ended[rows] & ~asked_again & carriers.early[rows] & (seg["supply"] <= most)
     seg["header"] = np.where(alone, seg["supply"], seg["header"])
     seg["fresh"] += body(seg) - before_
@@ -545,17 +556,9 @@ def _chain(seg: Segments, parent: NDArray[np.intp], inner: NDArray[np.intp]) -> 
     return Path(first, leaks_at, client, inner)
 
 
-def _doubt_guesses(state: StreamState, seg: Segments, path: Path) -> Path:
-    """Where the process table tells whose requests are whose, one that it did not tell yet is no orphan: who left may
-    be somebody else's client."""
-    if not len(state.homes):
-        return path
-    guess = (seg["carrier"] != seg["down"]) & ~seg["owner_told"] & _disputed(state, seg)
-    doubtful = guess & (path.client >= VANISHED) & ~all_but_the_last(seg)
-    return replace(path, client=np.where(doubtful, np.int8(UNSEEN), path.client))
-
-
-def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]) -> tuple[Segments, NDArray[Any]]:
+def _deliver(
+    seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64], at: float
+) -> tuple[Segments, NDArray[Any]]:
     """Measure how far each client is behind: what arrived for it and is not acknowledged, in upstream bytes."""
     top = seg[path.first]
     hop = np.where(top["hop"] >= 0, top["hop"], len(ratio) - 1)
@@ -568,8 +571,9 @@ def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]
     seen = top["down"] > 0
     first = np.isnan(seg["lag"])
     listening = (path.client >= 0) & (path.client < VANISHED)
-    seg["lag"] = np.where(first & seen, 0.0, seg["lag"] + arrived - d_acked * ratio[hop, 1] / ratio[hop, 0])
-    drift = np.where(direct, 0.0, REFRAMING * arrived)
+    went = d_acked * ratio[hop, 1] / ratio[hop, 0]
+    seg["lag"] = np.where(first & seen, 0.0, seg["lag"] + arrived - went)
+    drift = np.where(direct, 0.0, REFRAMING * went)
     level = np.where(listening, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
     seg["level"] = np.where(first, 0.0, level)
     everything = body(seg)
@@ -583,9 +587,16 @@ def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]
         seg[column] = np.where(seg["draining"], top[column], seg[column])
 
     # Pairs of one burst may still be confused: believe a pair that agrees with what is known, and all pairs of a hop
-    # where nobody left, for then confusion does not change the sums.
-    drained = (now.rows["wqueue"][down] == 0) & (path.client == CONNECTED) & ~direct & ~top["shared"]
-    flows = drained & (d_acked > 0) & (arrived > 0)
+    # where nobody left, for then confusion does not change the sums. Both must have flowed for all of the beat, with
+    # nothing under way at its beginning and its end.
+    drained = (
+        (now.rows["wqueue"][down] == 0)
+        & (now.d_written[down] == d_acked)
+        & (path.client == CONNECTED)
+        & ~direct
+        & ~top["shared"]
+    )
+    flows = drained & (d_acked > 0) & (arrived > 0) & (seg["answered"] < at) & np.isnan(seg["ended"])
     expected = arrived * ratio[hop, 0] / ratio[hop, 1]
     agrees = np.abs(d_acked - expected) <= 0.3 * expected
     calm = ~np.isin(hop, np.unique(hop[(path.client != CONNECTED) & ~direct]))
