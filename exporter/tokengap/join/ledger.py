@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tokengap.join.client import VANISHED
-from tokengap.join.segments import Owned, Segments, all_but_the_last, body, got_more_than_came, in_flight
+from tokengap.join.segments import Owned, Segments, body, in_flight, seems_over
 from tokengap.join.silent import STREAMED_BYTES, Doubt, Left, Silent, Told, at_once, in_doubt, listen, release, resolve
 from tokengap.readings import EnginePage
 from tokengap.view import Tokens
@@ -222,8 +222,7 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
     delivered = np.where(streams.client >= 0, delivered, 0.0)
     useful = np.maximum(seg["useful"], np.minimum(delivered, seg["tokens"] - seg["orphaned"]))
     doubtful = in_doubt(streams, ledger.unstreamed)
-    # Who closed with all but the last chunk has most likely had that, too: if more comes, or it ends, it will show.
-    open_ = in_flight(seg) & (all_but_the_last(seg) | got_more_than_came(seg))
+    open_ = in_flight(seg) & seems_over(seg)  # if more comes, or it ends, it will show
     orphaned = np.maximum(seg["orphaned"], np.where(left & ~doubtful & ~open_, seg["tokens"] - useful, 0.0))
     lost = np.where(ended & (streams.client < 0), seg["tokens"] - useful - orphaned, 0.0)
 

@@ -46,6 +46,8 @@ SEGMENT = np.dtype(
         ("missed", "f8"),  # since when its carrier is closing, closed, or in no table
         ("ended", "f8"),
         ("gone", "f8"),  # since when the client is known to be gone or vanished, at this hop
+        ("left", "f8"),  # when its client's socket ended, as that tells
+        ("flowed_on", "?"),  # its answer went on after that
         ("client", "i1"),  # code of the client facing this hop, or UNSEEN
         ("owner", "i1"),
         ("owner_told", "?"),  # by the process table, not by the pair
@@ -110,6 +112,13 @@ def all_but_the_last(segments: Segments) -> NDArray[np.bool_]:
     of a short one, half."""
     tail = np.minimum(np.maximum(TAIL_BYTES, TAIL_SHARE * segments["supply"]), body(segments) / 2)
     return np.asarray(~np.isnan(segments["answered"]) & (segments["behind"] <= tail), dtype=np.bool_)
+
+
+def seems_over(segments: Segments) -> NDArray[np.bool_]:
+    """Mark the streams whose client closed with all but the last chunk, and nothing came after: most likely they are
+    over, and the connection is kept for the next."""
+    closed = ~np.isnan(segments["left"]) & ~segments["flowed_on"]
+    return np.asarray(closed & (all_but_the_last(segments) | got_more_than_came(segments)), dtype=np.bool_)
 
 
 def got_more_than_came(segments: Segments) -> NDArray[np.bool_]:

@@ -26,6 +26,7 @@ from tokengap.join.segments import (
     HEADER_MOST,
     HEADER_SECONDS,
     OWNED,
+    SAME_INSTANT,
     SEGMENT,
     UNKNOWN_OWNER,
     UNSEEN,
@@ -56,6 +57,9 @@ NEVER_PAIRED_BEFORE_SECONDS = 10.0
 #: the chunks sends slightly other numbers of bytes than it received.
 REFRAMING = 0.03
 
+
+#: Seconds within which the process table answers its first question, if it ever does.
+FIRST_ANSWER_SECONDS = 2.5
 
 #: An upstream socket, by cookie, and the index of the hop that owns it.
 HOME = np.dtype([("cookie", "u8"), ("hop", "i4")])
@@ -175,7 +179,7 @@ def advance(
     await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
-    guess = _guesses(state, seg)
+    guess = _guesses(state, seg, at)
     find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames, state.at, guess)
     note_leavers(seg, now, side, state.at, events=snapshot.events, first=state.track is None)
     talk = listen(state.talk, now, side, seg)
@@ -189,7 +193,7 @@ def advance(
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
     seg, ratio = _deliver(seg, path, now, state.ratio, at)
-    doubtful = _guesses(state, seg) & (path.client >= VANISHED) & ~all_but_the_last(seg)
+    doubtful = _guesses(state, seg, at) & (path.client >= VANISHED) & ~all_but_the_last(seg)
     path = replace(path, client=np.where(doubtful, np.int8(UNSEEN), path.client))
 
     questions = _questions(state, seg, now)
@@ -257,24 +261,29 @@ def _questions(state: StreamState, seg: Segments, now: Tracked) -> frozenset[int
     """Return the inodes of carriers whose owner would settle something: those without a client, and all that go where
     more than one hop, or others than hops, call as well."""
     asking = np.isnan(seg["ended"]) & (seg["carrier"] != seg["down"]) & ~seg["owner_told"]
-    asking &= _disputed(state, seg) | ((seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER))
+    asking &= _disputed(state, seg, state.strangers) | ((seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER))
     rows = now.find(seg["carrier"][asking])
     return frozenset(int(inode) for inode in now.rows["inode"][rows[rows >= 0]] if inode)
 
 
-def _disputed(state: StreamState, seg: Segments) -> NDArray[np.bool_]:
-    """Mark the requests that go where more than one hop, or others than hops, call."""
-    callers = Counter((target, to_hop) for _, target, to_hop in state.edges) + Counter(state.strangers)
+def _disputed(state: StreamState, seg: Segments, strangers: frozenset[tuple[int, bool]]) -> NDArray[np.bool_]:
+    """Mark the requests that go where more than one hop, or ``strangers``, call."""
+    callers = Counter((target, to_hop) for _, target, to_hop in state.edges) + Counter(strangers)
     engines = [target for (target, to_hop), n in callers.items() if n > 1 and not to_hop]
     hops = [target for (target, to_hop), n in callers.items() if n > 1 and to_hop]
     return np.asarray(np.isin(seg["engine"], engines) | np.isin(seg["to_hop"], hops), dtype=np.bool_)
 
 
-def _guesses(state: StreamState, seg: Segments) -> NDArray[np.bool_]:
+def _guesses(state: StreamState, seg: Segments, at: float) -> NDArray[np.bool_]:
     """Mark the requests of which only instants tell whose they are, where the process table will tell. Till then none
     is an orphan: who left may be somebody else's client."""
-    known = bool(len(state.homes))
-    return np.asarray(known & (seg["carrier"] != seg["down"]) & ~seg["owner_told"] & _disputed(state, seg), dtype=bool)
+    if len(state.homes):
+        disputed = _disputed(state, seg, state.strangers)
+    elif state.track is None or at - state.began < FIRST_ANSWER_SECONDS:
+        disputed = _disputed(state, seg, frozenset())
+    else:
+        return np.zeros(len(seg), dtype=np.bool_)
+    return np.asarray(disputed & (seg["carrier"] != seg["down"]) & ~seg["owner_told"], dtype=np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +479,7 @@ def _born(
     born["missed"] = np.nan
     born["ended"] = np.where(now.ended[at_rows], at, np.nan)
     born["gone"] = np.nan
+    born["left"] = np.nan
     born["lag"] = np.nan
     born["client"] = UNSEEN
     header_like = (born["supply"] == 0) | (born["supply"] == known_header)
@@ -517,6 +527,13 @@ def _see_clients(seg: Segments, now: Tracked, at: float, interval: float) -> Seg
     since = np.where(np.isnan(seg["gone"]), at, seg["gone"])
     seg["client"] = states
     seg["gone"] = np.where(left, since, np.nan)
+    # A socket's end tells how long before it the request had come.
+    ends = now.ended[rows] & has & np.isnan(seg["left"]) & now.known[rows] & (now.rows["last_data_recv"][rows] >= 0)
+    end = np.minimum(now.track["asked"][rows] + now.rows["last_data_recv"][rows] / 1e3, at)
+    seg["left"] = np.where(ends, end, np.where(here, np.nan, seg["left"]))
+    carrier = now.find(seg["carrier"])
+    flows = (carrier >= 0) & ~now.ended[carrier] & (now.track["grew"][carrier] > seg["left"] + SAME_INSTANT)
+    seg["flowed_on"] = (seg["flowed_on"] | flows) & ~here
     return seg
 
 
