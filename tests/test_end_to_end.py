@@ -121,9 +121,10 @@ async def watched(
     *more: str,
     variables: Mapping[str, str] | None = None,
     gpus: Sequence[str] = (),
+    wrapped: Sequence[str] = (),
 ) -> AsyncIterator[Watched]:
     """Run an engine, the leaking gateway and the exporter on them, the exporter with further variables. ``gpus`` are
-    the engine's by its settings."""
+    the engine's by its settings; ``wrapped`` is a command that becomes the engine's, which it gets as arguments."""
     edge, engine, exporter = free_ports(3)
     url, settings = f"http://{LOOPBACK}:{engine}", directory / "tokengap.yaml"
     named = ("--engine", f"worker={url}")
@@ -132,7 +133,9 @@ async def watched(
         named = ("--config", str(settings))
     arguments = (*named, "--hop", f"edge={LOOPBACK}:{edge}", *more)
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as session:
-        one = await stack.enter_async_context(running(engine_part(engine, knobs), directory))
+        part = engine_part(engine, knobs)
+        part = replace(part, command=(*wrapped, *part.command))
+        one = await stack.enter_async_context(running(part, directory))
         two = await stack.enter_async_context(running(gateway_part(edge, engine, leak=True), directory))
         part = serve_part(exporter, *arguments, variables=variables)
         three = await stack.enter_async_context(running(part, directory))
