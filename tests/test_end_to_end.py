@@ -221,7 +221,7 @@ async def prometheus(directory: Path, target: str) -> AsyncIterator[str]:
 async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path, nvml: FakeNvml):
     """Each name of the catalogue, with traffic in flight, one engine whose page has a line that is none, and GPUs of
     which one is lost."""
-    one, two = many(H100, 2)
+    one, two = many(replace(H100, utilization=0), 2)  # at rest, so that there is idle power
     nvml.set(one, two)
 
     async def half_a_page(_: web.Request) -> web.Response:
