@@ -44,8 +44,8 @@ def queue_will_miss_deadline(site: Site) -> Watch:
         keep=60,
         labels=PER_ENGINE,
         summary="Requests will miss their deadline.",
-        description=f"The queue of {label('engine')} is older than {cut.said} with less than {reserve.said} left to the "
-        f"deadline of {deadline}, or was so for more than {breach.said} of the last {lookback}.",
+        description=f"The queue of {label('engine')} is older than {cut.said} with less than {reserve.said} left to "
+        f"the deadline of {deadline}, or was so for more than {breach.said} of the last {lookback}.",
         panel=Panel(
             board="oncall",
             title="Queue age",
@@ -70,8 +70,8 @@ def queue_will_miss_deadline(site: Site) -> Watch:
             meaning=f"The head of the queue has waited longer than {cut.said} and less than {reserve.said} of the "
             f"{deadline} are left: the engine cannot drain a slot and begin an answer in that time. Utilization is no "
             "part of it: full slots are normal, a queue that ages is not.",
-            impact="People wait and give up, then ask again, which makes the queue longer. Whoever pays the engine pays "
-            "for answers that come too late.",
+            impact="People wait and give up, then ask again, which makes the queue longer. Whoever pays the engine "
+            "pays for answers that come too late.",
             decide=(
                 Choice(
                     "verdict `busy`, tokens orphaned above 0",
@@ -118,10 +118,10 @@ def queue_will_miss_deadline(site: Site) -> Watch:
                 "Do not restart an engine that is `busy`: every answer under way is lost, and all will be asked again.",
                 "Do not raise the proxy's timeouts: streams of clients who left live longer then.",
             ),
-            rollback="Reload the proxy with the configuration it had; take the added engine out when slack has been whole "
-            "for ten minutes.",
-            false_alarm="A batch job behind the same engine may queue for long and be in time: give it a class of its own "
-            "(`classes`), so that its wait is not measured by the deadline of people.",
+            rollback="Reload the proxy with the configuration it had; take the added engine out when slack has been "
+            "whole for ten minutes.",
+            false_alarm="A batch job behind the same engine may queue for long and be in time: give it a class of its "
+            "own (`classes`), so that its wait is not measured by the deadline of people.",
             limits="By the time you read this the request that fired it is late. The queue inside the proxy itself is "
             "`tokengap_proxy_queue_age_seconds`, not this. Where no hop is watched the age comes from the engine's "
             "counters alone (`tokengap_queue_age_source`).",
