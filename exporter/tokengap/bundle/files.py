@@ -21,7 +21,7 @@ from tokengap.errors import SetupError
 #: Where rendered files lie; what is ours there and rendered no more is removed.
 FOLDERS: Final = ("alerts", "dashboards", "runbooks", "deploy/kubernetes")
 
-_MARK: Final = re.compile(r"Made by `tokengap bundle[^`\n]*`; change it there, not here \[(?P<digest>[0-9a-f]{16})\]")
+_MARK: Final = re.compile(r"Made by `tokengap bundle[^`\n]*`; change it there, not here(?P<seal> \[[0-9a-f]{16}\])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +82,27 @@ def sealed(file: File, options: str = "") -> str:
     command = f"tokengap bundle {options}".strip()
     mark = f"Made by `{command}`; change it there, not here"
     if file.path.endswith(".json"):
+        # JSON has no comments, and Grafana shows this one where it is read: in the dashboard's settings.
         document = json.loads(file.text)
-        about = " ".join(filter(None, (document.pop("description", ""), mark)))
+        about = f"{document.pop('description', '')} {mark}".strip()
         text = json.dumps({"description": about} | document, indent=2, ensure_ascii=False) + "\n"
         text = text.replace("{\n  ", "{", 1)  # so that it is on the first line
+        mark = json.dumps(mark, ensure_ascii=False).strip('"')
     elif file.path.endswith(".md"):
         text = f"<!-- {mark} -->\n\n{file.text}"
     else:
         text = f"# {mark}\n{file.text}"
-    return text.replace(mark, f"{mark} [{_digest(text.replace(mark, '', 1))}]", 1)
+    return text.replace(mark, mark + _seal(text), 1)
 
 
 def intact(text: str) -> bool:
     """Tell whether a text is as it was rendered, be it by another version or with other options."""
     found = _MARK.search(text)
-    return found is not None and _digest(_MARK.sub("", text, count=1)) == found["digest"]
+    return found is not None and _seal(text[: found.start("seal")] + text[found.end("seal") :]) == found["seal"]
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _seal(text: str) -> str:
+    return f" [{hashlib.sha256(text.encode()).hexdigest()[:16]}]"
 
 
 def _present(out: Path) -> Iterator[Path]:

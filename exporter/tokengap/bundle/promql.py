@@ -9,20 +9,39 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-#: What tells the series of one engine apart, over all exporters.
-PER_ENGINE: Final = ("job", "instance", "engine")
+#: What tells one exporter's series from another's, and one engine's within it.
+PER_EXPORTER: Final = ("job", "instance")
+PER_ENGINE: Final = (*PER_EXPORTER, "engine")
 
 #: Prometheus' own series about a scrape: 1 when it succeeded. The one name here that is not ours.
 UP: Final = "up"
 
-_MATCHER = r'[a-zA-Z_]\w*\s*(?:=~|!~|!=|=)\s*"(?:[^"\\\n]|\\.)*"'
+_MATCHER = r'([a-zA-Z_]\w*)\s*(?:=~|!~|!=|=)\s*"(?:[^"\\\n`<]|\\.)*"'
+_REGEXP: Final = r'~\s*"((?:[^"\\]|\\.)*)"'
 _MATCHERS: Final = re.compile(rf"{_MATCHER}(?:\s*,\s*{_MATCHER})*", re.ASCII)
 _UNITS: Final = (("d", 86400), ("h", 3600), ("m", 60))
 
 
 def is_matchers(text: str) -> bool:
-    """Tell whether a text is one or more matchers of labels, as they stand between braces."""
-    return _MATCHERS.fullmatch(text) is not None
+    """Tell whether a text is one or more matchers of labels, as they stand between braces.
+
+    Two characters that no cluster or region has are refused: the selector stands in comments and tables too.
+    """
+    return _MATCHERS.fullmatch(text) is not None and all(map(_is_regexp, re.findall(_REGEXP, text)))
+
+
+def _is_regexp(pattern: str) -> bool:
+    """Python's expressions are not quite Prometheus', but what neither can read is found."""
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def labels_of(matchers: str) -> tuple[str, ...]:
+    """Return the labels that matchers are about, each once."""
+    return tuple(dict.fromkeys(re.findall(_MATCHER, matchers, re.ASCII)))
 
 
 def vector(name: str, selector: str, labels: Mapping[str, str]) -> str:
@@ -52,7 +71,7 @@ def rate(vector: str, seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time as Prometheus writes it, and as people do: ``5s``, ``1m30s``, ``3d``, ``500ms``."""
+    """Return a length of time as Prometheus reads it: ``5s``, ``1m30s``, ``3d``, ``22s500ms``."""
     milliseconds = round(seconds * 1000)
     whole, rest = divmod(milliseconds, 1000)
     text = ""
@@ -62,3 +81,8 @@ def duration(seconds: float) -> str:
     text += f"{whole}s" if whole else ""
     text += f"{rest}ms" if rest else ""
     return text or "0s"
+
+
+def said(seconds: float) -> str:
+    """Return a length of time as people say it: as Prometheus does, but ``22.5s``."""
+    return duration(seconds) if seconds == int(seconds) else f"{seconds:.6g}s"

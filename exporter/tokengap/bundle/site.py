@@ -40,7 +40,7 @@ _TIMES: Final = ("deadline", "age_cut", "window", "beat", "scrape")
 _URLS: Final = ("runbooks", "dashboards", "exporter", "engine", "prometheus")
 
 #: Nothing in it may end a word of a shell, a link of Markdown or a text of YAML.
-_URL: Final = re.compile(r"https?://[\w.:\[\]-]+(/[\w./:@%+~={}#?&-]*)?")
+_URL: Final = re.compile(r"https?://[\w.:\[\]-]+(/([\w./:@%+~=#?&-]|\{alert\})*)?")
 
 #: What keeps a dashboard's queries to what its reader chose.
 _CHOSEN: Final = 'job=~"$job",instance=~"$instance"'
@@ -94,6 +94,10 @@ class Site:
         """Return the vector of a series, as ``name{cluster="a",state="stuck"}``; of its part ``_bucket``, for one."""
         return promql.vector(f"{series}{part}", self.selector, labels)
 
+    def per(self, *labels: str) -> tuple[str, ...]:
+        """Return what a query is aggregated by: these labels, and those of the selector, which may match several."""
+        return tuple(dict.fromkeys((*labels, *promql.labels_of(self.selector))))
+
     def runbook_url(self, alert: str) -> str:
         """Return where an alert's runbook can be read."""
         return _address(self.runbooks, alert)
@@ -121,12 +125,14 @@ class Site:
             if not getattr(self, name) > 0:
                 yield f"{FLAGS[name]} is {getattr(self, name):g}; expected more than 0"
         if self.age_cut >= self.deadline:
-            cut, deadline = promql.duration(self.age_cut), promql.duration(self.deadline)
+            cut, deadline = promql.said(self.age_cut), promql.said(self.deadline)
             yield f"--age-cut is {cut}; expected less than the deadline, {deadline}"
         if self.selector and not promql.is_matchers(self.selector):
             yield f'--selector {self.selector!r}; expected matchers of labels, such as cluster="a",region=~"eu-.+"'
         if not re.fullmatch(r"[\w./-]+", self.job):
             yield f"--job {self.job!r}; expected the name of Prometheus' scrape job, such as tokengap"
+        if not re.fullmatch(r"[^`<|\n]+", self.owner):
+            yield f"--owner {self.owner!r}; expected whom to call, in one line without ` < |"
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self.namespace):
             yield f"--namespace {self.namespace!r}; expected the name of a Kubernetes namespace, such as monitoring"
         for name in _URLS:
@@ -141,8 +147,8 @@ def repository_url(alert: str) -> str:
 
 
 def _written(value: float | str) -> str:
-    return value if isinstance(value, str) else promql.duration(value)
+    return value if isinstance(value, str) else f"{value:.12g}s"
 
 
 def _address(base: str, alert: str) -> str:
-    return base.format(alert=alert) if "{alert}" in base else f"{base.rstrip('/')}/{alert}.md"
+    return base.replace("{alert}", alert) if "{alert}" in base else f"{base.rstrip('/')}/{alert}.md"

@@ -45,12 +45,12 @@ class Threshold:
 
 def longer_than(seconds: float) -> Threshold:
     """Return the threshold of a time that must not be exceeded."""
-    return Threshold(">", seconds, promql.duration(seconds))
+    return Threshold(">", seconds, promql.said(seconds))
 
 
 def shorter_than(seconds: float) -> Threshold:
     """Return the threshold of a time that must be left."""
-    return Threshold("<", seconds, promql.duration(seconds))
+    return Threshold("<", seconds, promql.said(seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"cell": _cell, "duration": promql.duration}
+    environment.filters |= {"cell": _cell, "said": promql.said}
     return environment
 
 

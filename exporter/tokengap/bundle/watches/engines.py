@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokengap.bundle.promql import PER_ENGINE, by, duration
+from tokengap.bundle.promql import PER_ENGINE, by, said
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import Choice, Look, Measure, Panel, Query, Runbook, Step, Threshold, Watch, label, legend
 from tokengap.series.engines import ENGINE_PROGRESS_AGE, ENGINE_RUNNING, ENGINE_STATE, ENGINE_WAITING
@@ -11,8 +11,9 @@ from tokengap.series.engines import ENGINE_PROGRESS_AGE, ENGINE_RUNNING, ENGINE_
 def engine_stuck(site: Site) -> Watch:
     """Work is in flight and nothing moves."""
     proven = Threshold("==", 1, "1")
-    stuck = by("max", PER_ENGINE, site.select(ENGINE_STATE, state="stuck"))
-    window, windows = duration(site.window), duration(2 * site.window)
+    per_engine = site.per(*PER_ENGINE)
+    stuck = by("max", per_engine, site.select(ENGINE_STATE, state="stuck"))
+    window, windows = said(site.window), said(2 * site.window)
     return Watch(
         name="TokengapEngineStuck",
         severity="critical",
@@ -37,7 +38,7 @@ def engine_stuck(site: Site) -> Watch:
             first="Take the engine out of the proxy's rotation: nothing that is sent to it now will be answered.",
             right_now=(
                 Look("the verdict", f"{site.select(ENGINE_STATE)} == 1"),
-                Look("since when nothing moved", by("max", PER_ENGINE, site.select(ENGINE_PROGRESS_AGE))),
+                Look("since when nothing moved", by("max", per_engine, site.select(ENGINE_PROGRESS_AGE))),
                 Look(
                     "what hangs in it",
                     f"{site.select(ENGINE_RUNNING)} + {site.select(ENGINE_WAITING)}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokengap.bundle.promql import UP, duration
+from tokengap.bundle.promql import PER_EXPORTER, UP, said
 from tokengap.bundle.site import REPOSITORY, Site
 from tokengap.bundle.watch import Choice, Look, Measure, Panel, Query, Runbook, Step, Threshold, Watch, legend
 from tokengap.series.itself import LAST_BEAT
@@ -18,10 +18,10 @@ def down(site: Site) -> Watch:
         severity="critical",
         expr=f"{up} {gone}\nor\nabsent({up})",
         hold=hold,
-        labels=("job", "instance"),
+        labels=PER_EXPORTER,
         summary="The exporter cannot be scraped.",
         description="Prometheus gets no page from {{ with $labels.instance }}{{ . }}{{ else }}any exporter of the job "
-        f"{site.job}{{{{ end }}}} since {duration(hold)}. No other alert of its engines can fire until it answers.",
+        f"{site.job}{{{{ end }}}} since {said(hold)}. No other alert of its engines can fire until it answers.",
         outlives_exporter=True,
         panel=Panel(
             board="exporter",
@@ -40,7 +40,7 @@ def down(site: Site) -> Watch:
                 Look("which exporters answer", up),
                 Look("when each last read its sources", f"time() - {site.select(LAST_BEAT)}"),
             ),
-            meaning=f"Prometheus could not read the page for {duration(hold)}, or scrapes no exporter at all. Engines "
+            meaning=f"Prometheus could not read the page for {said(hold)}, or scrapes no exporter at all. Engines "
             "and proxies may be well: this says only that nobody looks.",
             impact="Blindness. Deadlines can be missed and tokens be generated for nobody without an alert. Requests "
             "of users do not pass the exporter and are not harmed by this.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokengap.bundle.promql import PER_ENGINE, by, duration, increase, on
+from tokengap.bundle.promql import PER_ENGINE, by, increase, on, rate, said
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import (
     Choice,
@@ -30,16 +30,17 @@ IN_BREACH = 5.0
 def queue_will_miss_deadline(site: Site) -> Watch:
     """The page: what is queued now will not be answered in time."""
     cut, reserve = longer_than(site.age_cut), shorter_than(site.reserve)
-    breach = Threshold(">", IN_BREACH, duration(IN_BREACH))
-    deadline, lookback = duration(site.deadline), duration(site.lookback)
-    age = by("max", PER_ENGINE, site.select(QUEUE_AGE))
-    slack = by("min", PER_ENGINE, site.select(DEADLINE_SLACK, **{"class": INTERACTIVE}))
-    breached = by("max", PER_ENGINE, increase(site.select(DEADLINE_BREACH), site.lookback))
+    breach = Threshold(">", IN_BREACH, said(IN_BREACH))
+    deadline, lookback = said(site.deadline), said(site.lookback)
+    per_engine = site.per(*PER_ENGINE)
+    age = by("max", per_engine, site.select(QUEUE_AGE))
+    slack = by("min", per_engine, site.select(DEADLINE_SLACK, **{"class": INTERACTIVE}))
+    breached = by("max", per_engine, increase(site.select(DEADLINE_BREACH), site.lookback))
     return Watch(
         name="TokengapQueueWillMissDeadline",
         severity="critical",
         # Two forms of the same: what a scrape sees now, and what a counter kept of the seconds between two scrapes.
-        expr=f"(\n  {age} {cut}\n  and {on(PER_ENGINE)}\n  {slack} {reserve}\n)\nor\n{breached} {breach}",
+        expr=f"(\n  {age} {cut}\n  and {on(per_engine)}\n  {slack} {reserve}\n)\nor\n{breached} {breach}",
         hold=5,
         keep=60,
         labels=PER_ENGINE,
@@ -64,7 +65,7 @@ def queue_will_miss_deadline(site: Site) -> Watch:
                 Look("what is left of the deadline", slack),
                 Look(
                     "tokens a second for clients who left",
-                    f"sum by (hop) (rate({site.select(TOKENS_ORPHANED)}[{lookback}]))",
+                    by("sum", site.per("engine", "hop"), rate(site.select(TOKENS_ORPHANED), site.lookback)),
                 ),
             ),
             meaning=f"The head of the queue has waited longer than {cut.said} and less than {reserve.said} of the "
