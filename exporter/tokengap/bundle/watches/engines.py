@@ -63,13 +63,13 @@ def engine_stuck(site: Site) -> Watch:
                 Step(
                     f"A second opinion, of this moment. It takes up to {windows}; code 1 means proven stuck.",
                     f"tokengap health {site.engine} --window {window}",
-                    f"{site.engine} stuck: running 4, waiting 2, nothing moved for {windows}",
+                    f"{site.engine} stuck: running 4, waiting 4, nothing moved for 20.0 s",
                     code=1,
                 ),
                 Step(
                     "What the verdict rests on, in one sentence for each engine.",
                     f"curl -s {site.exporter}/api/engines",
-                    '[{"name":"worker","state":"stuck","evidence":"running 4, waiting 2, nothing moved for ...", ...}]',
+                    '[{"name":"worker",...,"state":"stuck","evidence":"running 4, waiting 4, nothing moved for ... s, ...,...}]',
                 ),
                 Step(
                     "What the core did last. Before the restart, which loses it.",

@@ -60,15 +60,14 @@ def down(site: Site) -> Watch:
             ),
             diagnosis=(
                 Step(
-                    "Does it answer where it runs? Its first line is all that matters.",
+                    "Does it answer where it runs?",
                     f"curl -sS -m 5 {site.exporter}/-/healthy",
-                    "ok",
+                    "healthy",
                 ),
                 Step(
-                    "What can it read on this host, and what does it need?",
+                    "What can it read on this host? Lines marked `attention` need you.",
                     f"tokengap doctor --engine {site.engine}",
-                    "... ok ... (a line for each source; what needs you is marked)",
-                    code=0,
+                    "ok         sockets: ...\nok         engine ...",
                 ),
                 Step(
                     "Why did it end?",

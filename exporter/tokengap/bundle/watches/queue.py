@@ -100,7 +100,7 @@ def queue_will_miss_deadline(site: Site) -> Watch:
                 Step(
                     "Which streams are held, how old are they, and at which hop do they leak?",
                     f"curl -s {site.exporter}/api/streams",
-                    '[{"id":3,"engine":"worker","hop":"edge","client":"gone",...,"leaks_at":"edge","age_seconds":31.2,...}]',
+                    '[{"id":3,"engine":"worker","hop":"edge","client":"gone",...,"leaks_at":"edge","age_seconds":31.2,...',
                 ),
             ),
             mitigation=(
