@@ -20,6 +20,9 @@ from tokengap.view import ACCOUNTINGS, BLIND_SPOTS, CLIENTS, ENDINGS, ENGINE_STA
 #: Labels that Prometheus puts on what it scrapes.
 TARGET = frozenset({"job", "instance"})
 
+#: Labels that a site may put on everything.
+PLACE = frozenset({"cluster"})
+
 #: What may stand in a label. Labels that are not here may hold anything.
 VALUES = {
     ("tokengap_engine_state", "state"): ENGINE_STATES,
@@ -44,10 +47,16 @@ VARIABLES = {"$__rate_interval": "5m", "$__range": "1h", "$__interval": "1m"}
 
 @dataclass(frozen=True)
 class Known:
-    """A name that may be queried. ``counter`` is None where that makes no difference."""
+    """A name that may be queried. What is ``scraped`` has the labels of its target, what was recorded has not."""
 
     labels: frozenset[str]
     counter: bool
+    scraped: bool = True
+
+    @property
+    def all_labels(self) -> frozenset[str]:
+        """Those that Prometheus gave it too."""
+        return self.labels | TARGET if self.scraped else self.labels
 
 
 @cache
@@ -127,10 +136,10 @@ def query_problems(query: str, site: Site, names: Mapping[str, Known] | None = N
 def _selector_problems(node: VectorSelector, site: Site, name: Known) -> Iterator[str]:
     matchers = node.matchers.matchers
     sites_own = {matcher.name for matcher in promql.parse(f"x{{{site.selector}}}").matchers.matchers}
-    if missing := sites_own - {matcher.name for matcher in matchers}:
+    if name.scraped and (missing := sites_own - {matcher.name for matcher in matchers}):
         yield f"{node.name} is not limited to the site's {', '.join(sorted(missing))}"
     for matcher in matchers:
-        if matcher.name not in name.labels | TARGET | sites_own:
+        if matcher.name not in name.all_labels | PLACE | sites_own:
             yield f"{node.name} has no label {matcher.name}"
         words = VALUES.get((re.sub("_bucket$|_gcount$|_gsum$", "", node.name), matcher.name))
         asked = matcher.value.split("|") if matcher.op in (MatchOp.Re, MatchOp.NotRe) else [matcher.value]
@@ -150,10 +159,17 @@ def _matching_problems(node: BinaryExpr, names: Mapping[str, Known]) -> Iterator
     for side in (left, right):
         if not on <= side:
             yield f"{node.op} on {sorted(on - side)}, which one side does not have"
-    one_side = {"ManyToOne": [right], "OneToMany": [left], "OneToOne": [left, right]}
-    for side in one_side.get(str(node.modifier.card).rpartition(".")[2], []):
-        if side - on:
-            yield f"{node.op} on {sorted(on)} meets several lines, which differ by {sorted(side - on)}"
+    alone = {"ManyToOne": [node.rhs], "OneToMany": [node.lhs], "OneToOne": [node.lhs, node.rhs]}
+    for side in alone.get(str(node.modifier.card).rpartition(".")[2], []):
+        if differ := _told_apart_by(side, names) - on:
+            yield f"{node.op} on {sorted(on)} meets several lines, which differ by {sorted(differ)}"
+
+
+def _told_apart_by(node: promql.Expr, names: Mapping[str, Known]) -> frozenset[str]:
+    """Return the labels by which the lines of a result differ: of the one best of each group, those of the group."""
+    if isinstance(node, AggregateExpr) and str(node.op) in ("topk", "bottomk") and str(node.param) == "1":
+        return frozenset(node.modifier.labels)
+    return labels(node, names)
 
 
 def compares(node: promql.Expr) -> bool:
@@ -174,7 +190,7 @@ def labels(node: promql.Expr, names: Mapping[str, Known] | None = None) -> froze
     names = names or known_names()
     match node:
         case VectorSelector():
-            return names[node.name].labels | TARGET
+            return names[node.name].all_labels
         case MatrixSelector():
             return labels(node.vector_selector, names)
         case ParenExpr() | promql.UnaryExpr() | promql.SubqueryExpr():

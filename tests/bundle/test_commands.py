@@ -12,7 +12,6 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import aiohttp
 import pytest

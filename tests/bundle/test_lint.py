@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from bundle.linting import query_problems, watch_problems
+from bundle.linting import Known, known_names, labels, parsed, query_problems, watch_problems
 from bundle.sites import DEFAULT, SITES
+from tokengap.bundle.recording import records
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import Query, Watch
 from tokengap.bundle.watches import SUBJECTS, watches
@@ -74,6 +76,18 @@ def test_a_wrong_query_is_found(query: str, problem: str):
 def test_a_right_query_is_not(query: str):
     """Four scrapes, several words, labels that agree."""
     assert list(query_problems(query, DEFAULT)) == []
+
+
+@pytest.mark.parametrize("site", SITES, ids=["default", "other"])
+def test_the_recording_rules_are_clean(site: Site):
+    """Each rests on series, and on records above it."""
+    names = dict(known_names())
+    for record in records(site):
+        assert list(query_problems(record.expr, site, names)) == []
+        carried = labels(parsed(record.expr), names)
+        assert re.fullmatch(r"(engine|model|cluster):tokengap_[a-z_]+:(sum|max|min|ratio|rate\d+m)", record.name)
+        assert record.name not in names
+        names[record.name] = Known(carried, counter=False, scraped=False)
 
 
 def test_a_query_that_forgets_the_site_is_found():

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from bundle.sites import DEFAULT, OTHER, SITES
+from tokengap.bundle.recording import records
 from tokengap.bundle.render import rules
 from tokengap.bundle.site import Site
 from tokengap.bundle.watches import watches
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.e2e
 
 RULES = Path(__file__).parent.parent / "rules"
 FILES = sorted(RULES.glob("*.yml"))
+RECORDING = sorted((RULES / "recording").glob("*.yml"))
 OTHER_SITE = sorted((RULES / "other-site").glob("*.yml"))
 NAMES = [watch.name for watch in watches(DEFAULT)]
 
@@ -45,8 +47,12 @@ def promtool(*arguments: object) -> tuple[int, str]:
 
 
 def by_hand(file: Path) -> Tests:
-    """Read a file; all that is no list or mapping stays a text, since `0x60` is sixty zeros here and not 96."""
-    return yaml.load(file.read_text(), yaml.BaseLoader)
+    """Read a file. Values have to be quoted: `0x60` is sixty zeros to promtool, and 96 to other readers of YAML."""
+    tests = yaml.safe_load(file.read_text())
+    for test in tests["tests"]:
+        for series in test["input_series"]:
+            assert isinstance(series["values"], str), f"{file}: quote the values of {series['series']}"
+    return tests
 
 
 def run(tests: Tests, site: Site, directory: Path, besides: frozenset[str] = frozenset()) -> None:
@@ -56,7 +62,8 @@ def run(tests: Tests, site: Site, directory: Path, besides: frozenset[str] = fro
     completed = copy.deepcopy(tests)
     completed["rule_files"] = [str(path) for path in sorted(directory.glob("*.yml"))]
     for test in completed["tests"]:
-        test["alert_rule_test"] += list(_the_rest(test.get("alert_rule_test", []), besides))
+        expected = test.setdefault("alert_rule_test", [])
+        expected += list(_the_rest(expected, besides))
     (directory / "tests").mkdir()
     file = directory / "tests" / "completed.yml"
     file.write_text(yaml.safe_dump(completed, sort_keys=False))
@@ -166,6 +173,18 @@ def test_every_alert_that_depends_on_the_sites_limits_is_tried_with_others():
         if (usual.expr, usual.hold) != (other.expr, other.hold)
     ]
     assert sorted(depend) == [file.stem for file in OTHER_SITE]
+
+
+@pytest.mark.parametrize("file", RECORDING, ids=lambda file: file.stem)
+def test_recording_rules(file: Path, tmp_path: Path):
+    """Many exporters in front of the same engines, added up by hand."""
+    run(by_hand(file), DEFAULT, tmp_path)
+
+
+def test_every_record_is_tried():
+    """By name, in a test by hand."""
+    text = "".join(file.read_text() for file in RECORDING)
+    assert [record.name for record in records(DEFAULT) if record.name not in text] == []
 
 
 @pytest.mark.parametrize("site", SITES, ids=["default", "other"])

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.sites import DEFAULT, OTHER
-from tokengap.bundle.promql import duration, is_matchers, labels_of, said
+from tokengap.bundle.promql import any_of, duration, is_matchers, labels_of, other_than, said
 from tokengap.bundle.site import FLAGS, Site, repository_url
 from tokengap.config import Settings
 from tokengap.errors import SettingsError
 from tokengap.series.queue import QUEUE_AGE
-from tokengap.series.streams import STREAM_AGE
+from tokengap.series.streams import STREAM_AGE, STREAMS
 
 
 def test_the_defaults_are_the_exporters():
@@ -119,6 +119,8 @@ def test_a_vector():
     """The site's matchers first, then those of the query."""
     assert DEFAULT.select(QUEUE_AGE) == "tokengap_queue_age_seconds"
     assert OTHER.select(QUEUE_AGE, engine="w") == 'tokengap_queue_age_seconds{cluster="a",engine="w"}'
+    assert DEFAULT.select(STREAMS, client=any_of("gone", "vanished")) == 'tokengap_streams{client=~"gone|vanished"}'
+    assert DEFAULT.select(STREAMS, hop=other_than("")) == 'tokengap_streams{hop!=""}'
     assert DEFAULT.select(STREAM_AGE, "_bucket") == "tokengap_stream_age_seconds_bucket"
 
 

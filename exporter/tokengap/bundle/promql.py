@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 #: What tells one exporter's series from another's, and one engine's within it.
 PER_EXPORTER: Final = ("job", "instance")
@@ -44,9 +44,28 @@ def labels_of(matchers: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.findall(_MATCHER, matchers, re.ASCII)))
 
 
-def vector(name: str, selector: str, labels: Mapping[str, str]) -> str:
-    """Return a vector selector. ``selector`` are matchers as text, ``labels`` further ones for equality."""
-    matchers = ",".join(filter(None, (selector, *(f'{label}="{value}"' for label, value in labels.items()))))
+class Match(NamedTuple):
+    """How a label is matched where it is not for equality: see :func:`any_of` and :func:`other_than`."""
+
+    operator: str
+    value: str
+
+
+def any_of(*values: str) -> Match:
+    """Match a label that has one of these values."""
+    return Match("=~", "|".join(map(re.escape, values)))
+
+
+def other_than(value: str) -> Match:
+    """Match a label that has another value, or, with an empty one, a label that is there."""
+    return Match("!=", value)
+
+
+def vector(name: str, selector: str, labels: Mapping[str, str | Match]) -> str:
+    """Return a vector selector. ``selector`` are matchers as text, ``labels`` further ones by label."""
+    matches = {label: value if isinstance(value, Match) else Match("=", value) for label, value in labels.items()}
+    own = (f'{label}{match.operator}"{match.value}"' for label, match in matches.items())
+    matchers = ",".join(filter(None, (selector, *own)))
     return f"{name}{{{matchers}}}" if matchers else name
 
 

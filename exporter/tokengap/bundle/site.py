@@ -90,7 +90,7 @@ class Site:
         """The shortest range over which a query may look: four scrapes, so that one may fail, and a minute at least."""
         return max(60.0, 4 * self.scrape)
 
-    def select(self, series: Series | str, part: str = "", /, **labels: str) -> str:
+    def select(self, series: Series | str, part: str = "", /, **labels: str | promql.Match) -> str:
         """Return the vector of a series, as ``name{cluster="a",state="stuck"}``; of its part ``_bucket``, for one."""
         return promql.vector(f"{series}{part}", self.selector, labels)
 

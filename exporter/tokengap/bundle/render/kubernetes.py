@@ -21,7 +21,7 @@ _DASHBOARD: Final = {"grafana_dashboard": "1"}
 
 def files(site: Site, boards: Iterable[File]) -> Iterator[File]:
     """Yield the file of each kind of object. ``boards`` are the files of the dashboards."""
-    groups = rules.alerts(site)["groups"]
+    groups = [*rules.alerts(site)["groups"], *rules.recordings(site)["groups"]]
     yield _file("prometheusrule", _object(site, _OPERATOR, "PrometheusRule", {"spec": {"groups": groups}}))
     yield _file("servicemonitor", _object(site, _OPERATOR, "ServiceMonitor", {"spec": _scrape(site, "endpoints")}))
     yield _file("podmonitor", _object(site, _OPERATOR, "PodMonitor", {"spec": _scrape(site, "podMetricsEndpoints")}))

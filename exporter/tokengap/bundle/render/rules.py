@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tokengap.bundle import recording
 from tokengap.bundle.promql import duration
 from tokengap.bundle.render.dashboards import watch_url
 from tokengap.bundle.render.file import File, as_yaml
@@ -46,6 +47,14 @@ def alerts(site: Site) -> dict[str, Any]:
     }
 
 
+def recordings(site: Site) -> dict[str, Any]:
+    """Return the group of recording rules."""
+    rules = [{"record": record.name, "expr": record.expr} for record in recording.records(site)]
+    interval = duration(max(recording.EVERY, site.scrape))
+    return {"groups": [{"name": "tokengap-fleet", "interval": interval, "rules": rules}]}
+
+
 def files(site: Site) -> Iterator[File]:
     """Yield the files of rules."""
     yield File("alerts/alerts.yml", as_yaml(alerts(site)))
+    yield File("alerts/recording.yml", as_yaml(recordings(site)))
