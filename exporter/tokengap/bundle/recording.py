@@ -2,8 +2,8 @@
 
 Two proxies in front of one engine are watched by two exporters, and each of them reads that engine's page. So what an
 *engine* says (tokens out, running, waiting) is the same at every exporter and taken once, by ``max``; what *sockets*
-say (tokens useful and orphaned, streams) is another part at each and summed. What one exporter calls unattributed is as a
-rule what the other sees: for a fleet it is what is left of tokens out.
+say (tokens useful and orphaned, streams) is another part at each and summed. What one exporter calls unattributed is
+as a rule what the other sees: for a fleet it is what is left of tokens out.
 
 It rests on one name for one engine: exporters that call it differently (``127.0.0.1:8000``, each on its host) speak of
 different engines, so name engines (``--engine NAME=URL``). Two exporters on one host see the same sockets: run one.

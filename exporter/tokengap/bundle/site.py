@@ -74,7 +74,7 @@ class Site:
     prometheus: str = "http://127.0.0.1:9090"
     owner: str = "on-call of the inference platform"
     namespace: str = "monitoring"
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for problem in self._problems():
