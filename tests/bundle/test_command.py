@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bundle.sites import DEFAULT
+from tokengap.bundle.command import bundle
 from tokengap.bundle.render import render
 from tokengap.cli import main
 
@@ -153,3 +154,10 @@ def test_json_files_stay_json(tmp_path: Path):
     for path, text in files(tmp_path).items():
         if path.endswith(".json"):
             assert "Made by `tokengap bundle" in json.loads(text)["description"]
+
+
+def test_every_option_is_in_the_docs():
+    """By its name."""
+    text = (ROOT / "docs" / "bundle.md").read_text()
+    options = [name for option in bundle.params for name in option.opts]
+    assert [name for name in options if f"`{name}`" not in text] == []
