@@ -20,7 +20,7 @@ from tokengap.series.engines import ENGINE_INFO, ENGINE_OPEN, ENGINE_RUNNING, EN
 from tokengap.series.queue import DEADLINE_SLACK, QUEUE_AGE
 from tokengap.series.tokens import TOKENS_ORPHANED, TOKENS_OUT, TOKENS_USEFUL
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 @dataclass(frozen=True)
