@@ -14,7 +14,9 @@ def requests(asked, answered=None, open_=None, size=None):
     answered = np.zeros(len(asked), dtype=bool) if answered is None else np.array(answered)
     inode = np.arange(len(asked), dtype=np.uint64)
     size = np.full(len(asked), 500) if size is None else np.array(size)
-    return Requests(asked, inode, size, answered, np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_))
+    everyone = np.ones(len(asked), dtype=bool)
+    nothing = np.zeros(len(asked)), np.full(len(asked), np.nan)
+    return Requests(asked, inode, size, answered, everyone if open_ is None else np.array(open_), *nothing, everyone)
 
 
 def pairs(up, down, *, up_answered=None, down_answered=None, never=None, held=None, tolerance=0.05):

@@ -76,7 +76,7 @@ def _find_clients(
         # First with the clients of before, for those that have closed by now still tell whose they were.
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         _claim_closed(seg, now, side, mine, int(hop), ratio, at, blur)
-        _pair_free(seg, now, side, mine, int(hop), at, blur, guess)
+        _pair_free(seg, now, side, mine, int(hop), ratio, at, blur, guess)
         _share(seg, now, side, mine & ~guess, int(hop), before, blur, frames)
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         burst = _burst(seg, now, mine, int(hop), ratio, at, blur)
@@ -119,6 +119,7 @@ def _pair_free(
     side: Sides,
     mine: NDArray[np.bool_],
     hop: int,
+    ratio: NDArray[np.float64],
     at: float,
     blur: float,
     guess: NDArray[np.bool_],
@@ -143,18 +144,26 @@ def _pair_free(
     waits = sent >= received - 1e3 * HEADER_SECONDS
     silent = (sent > received) | (now.rows["bytes_sent"] == 0)  # since it asked: a poll has had its answer
     free = (side.down == hop) & ~now.ended & ~busy & (now.rows["bytes_received"] != 0)
-    free &= (~now.known | waits | (now.d_written > 0)) & ((now.rows["state"] == ESTABLISHED) | ~now.known)
+    free &= (now.rows["state"] == ESTABLISHED) | ~now.known
+    asks = ~now.known | waits | (now.d_written > 0)
+    heard = now.track["written"] - now.track["begun"]
+    free &= asks | (heard <= HEADER_MOST)
 
     wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
     if len(wanting) and len(candidates):
         carriers = now.find(seg["carrier"][wanting])
+        lonely = (seg["down"][wanting] == 0) & ~guess[wanting]
+        came = seg["supply"][wanting]
         matches = pair(
             Requests(
                 seg["asked"][wanting],
                 now.rows["inode"][carriers],
                 now.track["question"][carriers],
                 ~np.isnan(seg["answered"][wanting]),
-                (seg["down"][wanting] == 0) & ~seg["trial"][wanting] & ~guess[wanting],
+                lonely & ~seg["trial"][wanting],
+                came.astype(np.float64),
+                np.where(lonely & (came > 0), now.track["grew"][carriers], np.nan),
+                np.ones(len(wanting), dtype=np.bool_),
             ),
             Requests(
                 now.track["asked"][candidates],
@@ -162,6 +171,9 @@ def _pair_free(
                 now.track["question"][candidates],
                 ~waits[candidates],
                 (now.known & (silent | ~waits))[candidates],
+                heard[candidates] * ratio[hop, 1] / ratio[hop, 0],
+                np.where(heard > 0, at - sent / 1e3, np.nan)[candidates],
+                asks[candidates],
             ),
             tolerance=SAME_INSTANT + blur,
             blur=blur,
@@ -212,7 +224,8 @@ def _share(
     cookies, asked = now.rows["cookie"], now.track["asked"]
     listening = (side.down == hop) & ~now.ended & (now.rows["state"] == ESTABLISHED)
     busy = listening & (locate(np.sort(seg["down"][np.isnan(seg["ended"])]), cookies) >= 0)
-    asked_again = np.flatnonzero(busy & now.known & (now.d_received > 1))
+    before_ = now.rows["bytes_received"] - now.d_received
+    asked_again = np.flatnonzero(busy & now.known & (before_ > 0) & (now.d_received > 1))
     at_once, framed = np.flatnonzero(busy), np.flatnonzero(listening & np.isin(cookies, frames))
     for i in alone:
         owned = bool(seg["owner"][i] == OWNED)
