@@ -7,7 +7,7 @@ The four that wait are connected, and who watches the queue has to be told so.
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_all_streams_are_shown_and_only_who_left_is_gone(slow, asks):
 def test_the_queue_grows_old_and_its_deadline_is_missed(slow, asks):
     """In each beat the age is a second more and the slack a second less; past the age cut the breach is counted."""
     views = play(slow, asks)[2:]
-    for before, now in zip(views, views[1:], strict=False):
+    for before, now in pairwise(views):
         elapsed, one, two = now.at - before.at, before.engines[0], now.engines[0]
         assert two.queue_age - one.queue_age == pytest.approx(elapsed, abs=0.05)
         assert one.slack["interactive"] - two.slack["interactive"] == pytest.approx(elapsed, abs=0.05)
