@@ -57,3 +57,16 @@ def test_the_queue_grows_old_and_its_deadline_is_missed(slow, asks):
     last = views[-1].engines[0]
     assert last.slack["interactive"] < -2
     assert last.breach_seconds == pytest.approx(last.queue_age - 6.0, abs=1.1)
+
+
+@pytest.mark.parametrize(("slots", "slow", "asks"), list(product((1, 4), SLOW, PHASES)))
+def test_whose_tokens_were_whose_through_a_slow_proxy(slots, slow, asks):
+    """Twenty at once, eight of whom leave, the proxy reads on for them: useful and orphaned within 1 %."""
+    leaves = [1.5 if n * 8 // 20 != (n + 1) * 8 // 20 else None for n in range(20)]
+    world = World([Person(asks, 100, one) for one in leaves], slots=slots, rate=100.0, leaks="edge", slow=slow)
+    state = start(world.topology)
+    for readings in world.beats(60):
+        state, view = step(state, readings)
+    tokens, truth = view.engines[0].tokens, world.truth
+    assert tokens.useful == pytest.approx(truth["useful"], abs=0.01 * truth["out"])
+    assert tokens.orphaned["edge"] == pytest.approx(truth["gap"], abs=0.01 * truth["out"])
