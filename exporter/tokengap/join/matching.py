@@ -108,9 +108,10 @@ def _claim_closed(
         anytime = np.zeros(max(len(asking), len(clients)))
         up = Amounts(burst.came_up[asking], burst.came_lately[asking], anytime[: len(asking)])
         down = Amounts(got[clients], now.d_written[clients] * per_byte, anytime[: len(clients)])
-        pairs = by_volume(up, down, tolerance=0.0)
-        for i, j in pairs:
-            _join(seg, burst.rows[asking[i]], now, clients[j], hop)
+        ends = now.track["asked"][clients] + now.rows["last_data_recv"][clients] / 1e3
+        for i, j in by_volume(up, down, tolerance=0.0):
+            if not now.known[clients[j]] or ends[j] >= burst.asked_up[asking[i]]:  # else it had left by then
+                _join(seg, burst.rows[asking[i]], now, clients[j], hop)
 
 
 def _pair_free(
@@ -224,8 +225,8 @@ def _share(
     cookies, asked = now.rows["cookie"], now.track["asked"]
     listening = (side.down == hop) & ~now.ended & (now.rows["state"] == ESTABLISHED)
     busy = listening & (locate(np.sort(seg["down"][np.isnan(seg["ended"])]), cookies) >= 0)
-    before_ = now.rows["bytes_received"] - now.d_received
-    asked_again = np.flatnonzero(busy & now.known & (before_ > 0) & (now.d_received > 1))
+    older = np.isnan(seg["ended"]) & (seg["asked"] < before)
+    asked_again = np.flatnonzero(busy & np.isin(cookies, seg["down"][older]) & now.known & (now.d_received > 1))
     at_once, framed = np.flatnonzero(busy), np.flatnonzero(listening & np.isin(cookies, frames))
     for i in alone:
         owned = bool(seg["owner"][i] == OWNED)

@@ -528,8 +528,9 @@ def _see_clients(seg: Segments, now: Tracked, at: float, interval: float) -> Seg
     seg["client"] = states
     seg["gone"] = np.where(left, since, np.nan)
     # A socket's end tells how long before it the request had come.
-    ends = now.ended[rows] & has & np.isnan(seg["left"]) & now.known[rows] & (now.rows["last_data_recv"][rows] >= 0)
-    end = np.minimum(now.track["asked"][rows] + now.rows["last_data_recv"][rows] / 1e3, at)
+    ends = now.ended[rows] & has & np.isnan(seg["left"]) & (now.rows["last_data_recv"][rows] >= 0)
+    asked = np.where(now.known[rows], now.track["asked"][rows], seg["asked"])
+    end = np.minimum(asked + now.rows["last_data_recv"][rows] / 1e3, at)
     seg["left"] = np.where(ends, end, np.where(here, np.nan, seg["left"]))
     carrier = now.find(seg["carrier"])
     flows = (carrier >= 0) & ~now.ended[carrier] & (now.track["grew"][carrier] > seg["left"] + SAME_INSTANT)
