@@ -86,6 +86,9 @@ def end_finished(
     just_closed = (seg["down"] > 0) & np.isnan(seg["gone"]) & ((rows < 0) | now.ended[rows])
     cut = just_closed & now.ended[now.find(seg["carrier"])]  # both sides at once: finished, or not
     just_closed &= ~mute | ((known_header > 0) & ~as_known)  # a stream that waits has not finished
+    # Nor has one whose answer went on after its client had gone.
+    closed_at = now.track["asked"][rows] + now.rows["last_data_recv"][rows] / 1e3
+    just_closed &= ~(now.known[rows] & now.ended[rows] & (at - silence > closed_at + SAME_INSTANT))
     rank = np.where(as_known, 0.0, silence + SAME_INSTANT * just_closed)
     rank += np.where(mute & ~as_known & (known_header > 0), 1e6, 0.0) + np.where(mute & (seg["down"] == 0), 1e3, 0.0)
 
