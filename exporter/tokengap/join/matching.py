@@ -126,63 +126,73 @@ def _pair_free(
     guess: NDArray[np.bool_],
 ) -> None:
     """Pair the streams of a hop that have no client with its clients that have no stream."""
-    flying = np.isnan(seg["ended"])
-    fresh_end = seg["ended"] == at
+    needy = _needy(seg, now, mine, at)
+    # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
+    # neither, and must not be taken for the client of another stream of the same burst; unless what it has is no more
+    # than a header, which a slow proxy passes on late. Then the instant of that tells.
+    sent, received = now.rows["last_data_sent"], now.rows["last_data_recv"]
+    passed_on = now.track["written"] - now.track["begun"]
+    waits = sent >= received - 1e3 * HEADER_SECONDS
+    silent = (sent > received) | (now.rows["bytes_sent"] == 0)  # since it asked: a poll has had its answer
+    asks = ~now.known | waits | (now.d_written > 0)
+    free = (side.down == hop) & ~now.ended & ~_busy(seg, now, at, blur) & (now.rows["bytes_received"] != 0)
+    free &= (asks | (passed_on <= HEADER_MOST)) & ((now.rows["state"] == ESTABLISHED) | ~now.known)
+
+    wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
+    if not len(wanting) or not len(candidates):
+        return
+    carriers, some = now.find(seg["carrier"][wanting]), seg[wanting]
+    lonely = (some["down"] == 0) & ~guess[wanting]
+    matches = pair(
+        Requests(
+            asked=some["asked"],
+            inode=now.rows["inode"][carriers],
+            size=now.track["question"][carriers],
+            answered=~np.isnan(some["answered"]),
+            open=lonely & ~some["trial"],
+            got=some["supply"].astype(np.float64),
+            heard=np.where(lonely & (some["supply"] > 0), now.track["grew"][carriers], np.nan),
+            asks=np.ones(len(wanting), dtype=np.bool_),
+        ),
+        Requests(
+            asked=now.track["asked"][candidates],
+            inode=now.rows["inode"][candidates],
+            size=now.track["question"][candidates],
+            answered=~waits[candidates],
+            open=(now.known & (silent | ~waits))[candidates],
+            got=passed_on[candidates] * ratio[hop, 1] / ratio[hop, 0],
+            heard=np.where(passed_on > 0, at - sent / 1e3, np.nan)[candidates],
+            asks=asks[candidates],
+        ),
+        tolerance=SAME_INSTANT + blur,
+        blur=blur,
+    )
+    trial = seg["trial"].copy()
+    for i, j in matches:
+        _join(seg, wanting[i], now, candidates[j], hop)
+    seg["trial"] |= trial & guess
+
+
+def _needy(seg: Segments, now: Tracked, mine: NDArray[np.bool_], at: float) -> NDArray[np.bool_]:
+    """Mark the streams that want a client: they have none, or one that is not there."""
     rows = now.find(seg["down"])
     listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
-    needy = mine & ~listens & (seg["carrier"] != seg["down"]) & (flying | (fresh_end & (seg["down"] == 0)))
+    fresh_end = (seg["ended"] == at) & (seg["down"] == 0)
+    needy = mine & ~listens & (seg["carrier"] != seg["down"]) & (np.isnan(seg["ended"]) | fresh_end)
     # A client that closes having got what its stream brought was its client: it left, or had everything.
     got = now.track["written"][rows] - now.track["begun"][rows]
     settled = now.ended[rows] & (rows >= 0) & ~np.isnan(seg["answered"]) & (got > HEADER_MOST)
-    needy &= ~(settled & (np.abs(got - seg["supply"]) <= 0.1 * seg["supply"] + 2 * HEADER_MOST))
+    settled &= np.abs(got - seg["supply"]) <= 0.1 * seg["supply"] + 2 * HEADER_MOST
+    return np.asarray(needy & ~settled, dtype=np.bool_)
 
-    # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
-    # neither, and must not be taken for the client of another stream of the same burst.
+
+def _busy(seg: Segments, now: Tracked, at: float, blur: float) -> NDArray[np.bool_]:
+    """Mark the sockets whose client has a stream, or had the one that ended in this beat."""
+    rows = now.find(seg["down"])
+    listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
     asks_the_same = np.abs(now.track["asked"][rows] - seg["asked"]) <= 2 * SAME_INSTANT + blur
-    held = listens & (flying | (fresh_end & asks_the_same))
-    busy = locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0
-    sent, received = now.rows["last_data_sent"], now.rows["last_data_recv"]
-    waits = sent >= received - 1e3 * HEADER_SECONDS
-    silent = (sent > received) | (now.rows["bytes_sent"] == 0)  # since it asked: a poll has had its answer
-    free = (side.down == hop) & ~now.ended & ~busy & (now.rows["bytes_received"] != 0)
-    free &= (now.rows["state"] == ESTABLISHED) | ~now.known
-    asks = ~now.known | waits | (now.d_written > 0)
-    heard = now.track["written"] - now.track["begun"]
-    free &= asks | (heard <= HEADER_MOST)
-
-    wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
-    if len(wanting) and len(candidates):
-        carriers = now.find(seg["carrier"][wanting])
-        lonely = (seg["down"][wanting] == 0) & ~guess[wanting]
-        came = seg["supply"][wanting]
-        matches = pair(
-            Requests(
-                seg["asked"][wanting],
-                now.rows["inode"][carriers],
-                now.track["question"][carriers],
-                ~np.isnan(seg["answered"][wanting]),
-                lonely & ~seg["trial"][wanting],
-                came.astype(np.float64),
-                np.where(lonely & (came > 0), now.track["grew"][carriers], np.nan),
-                np.ones(len(wanting), dtype=np.bool_),
-            ),
-            Requests(
-                now.track["asked"][candidates],
-                now.rows["inode"][candidates],
-                now.track["question"][candidates],
-                ~waits[candidates],
-                (now.known & (silent | ~waits))[candidates],
-                heard[candidates] * ratio[hop, 1] / ratio[hop, 0],
-                np.where(heard > 0, at - sent / 1e3, np.nan)[candidates],
-                asks[candidates],
-            ),
-            tolerance=SAME_INSTANT + blur,
-            blur=blur,
-        )
-        trial = seg["trial"].copy()
-        for i, j in matches:
-            _join(seg, wanting[i], now, candidates[j], hop)
-        seg["trial"] |= trial & guess
+    held = listens & (np.isnan(seg["ended"]) | ((seg["ended"] == at) & asks_the_same))
+    return np.asarray(locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0, dtype=np.bool_)
 
 
 def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> None:
