@@ -28,7 +28,7 @@ WINDOW: Final = 300.0
 EVERY: Final = 30.0
 
 #: The label of a place where Prometheus or the site puts one on everything; where not, there is one place.
-_PLACE: Final = "cluster"
+PLACE: Final = "cluster"
 
 #: What is added up over engines, and what is the worst of them.
 _ADDED: Final = ("tokens_out", "tokens_useful", "tokens_orphaned", "tokens_unattributed")
@@ -46,27 +46,27 @@ class Record:
 def records(site: Site) -> Iterator[Record]:
     """Yield the recording rules, each after those that it uses."""
     yield from _engines(site)
-    yield from _above(site, "model", site.per(_PLACE, "model"))
-    yield from _above(site, "cluster", site.per(_PLACE))
+    yield from _above(site, "model", site.per(PLACE, "model"))
+    yield from _above(site, "cluster", site.per(PLACE))
 
 
 def _engines(site: Site) -> Iterator[Record]:
     """Yield those of each engine, from what each exporter says of it."""
-    per, per_exporter = site.per(_PLACE, "engine"), site.per("job", "instance", _PLACE, "engine")
+    per, per_exporter = site.per(PLACE, "engine"), site.per("job", "instance", PLACE, "engine")
     window = max(WINDOW, site.lookback)
-    out, useful, orphaned, unattributed = (_name(site, "engine", metric) for metric in _ADDED)
+    out, useful, orphaned, unattributed = (name(site, "engine", metric) for metric in _ADDED)
     yield Record(out, by("max", per, by("sum", per_exporter, rate(site.select(TOKENS_OUT), window))))
     yield Record(useful, by("sum", per, rate(site.select(TOKENS_USEFUL), window)))
     yield Record(orphaned, by("sum", per, rate(site.select(TOKENS_ORPHANED), window)))
     # Exporters are scraped at different moments, so for a moment the parts may be more than the whole.
     yield Record(unattributed, f"clamp_min({out} - {on(per)} {useful} - {on(per)} {orphaned}, 0)")
     in_flight = f"{site.select(ENGINE_RUNNING)} + {site.select(ENGINE_WAITING)}"
-    yield Record(_name(site, "engine", "streams_open"), by("sum", per, site.select(ENGINE_OPEN)))
-    yield Record(_name(site, "engine", "requests_in_flight"), by("max", per, in_flight))
+    yield Record(name(site, "engine", "streams_open"), by("sum", per, site.select(ENGINE_OPEN)))
+    yield Record(name(site, "engine", "requests_in_flight"), by("max", per, in_flight))
     yield _coverage(site, "engine", per)
-    yield Record(_name(site, "engine", "queue_age_seconds"), by("max", per, site.select(QUEUE_AGE)))
+    yield Record(name(site, "engine", "queue_age_seconds"), by("max", per, site.select(QUEUE_AGE)))
     yield Record(
-        _name(site, "engine", "deadline_slack_seconds"), by("min", (*per, "class"), site.select(DEADLINE_SLACK))
+        name(site, "engine", "deadline_slack_seconds"), by("min", (*per, "class"), site.select(DEADLINE_SLACK))
     )
 
 
@@ -74,32 +74,33 @@ def _above(site: Site, level: str, per: tuple[str, ...]) -> Iterator[Record]:
     """Yield those of a level above the engines, from those of the engines."""
 
     def of_engines(metric: str) -> str:
-        record = _name(site, "engine", metric)
+        record = name(site, "engine", metric)
         return _with_model(site, record) if level == "model" else record
 
     for metric in (*_ADDED, *_COUNTED):
-        yield Record(_name(site, level, metric), by("sum", per, of_engines(metric)))
+        yield Record(name(site, level, metric), by("sum", per, of_engines(metric)))
     yield _coverage(site, level, per)
-    yield Record(_name(site, level, "queue_age_seconds"), by("max", per, of_engines("queue_age_seconds")))
+    yield Record(name(site, level, "queue_age_seconds"), by("max", per, of_engines("queue_age_seconds")))
     slack = by("min", (*per, "class"), of_engines("deadline_slack_seconds"))
-    yield Record(_name(site, level, "deadline_slack_seconds"), slack)
+    yield Record(name(site, level, "deadline_slack_seconds"), slack)
 
 
 def _with_model(site: Site, record: str) -> str:
     """Return an engine's record with the label ``model``; one of them, should two exporters know different ones."""
-    engine = site.per(_PLACE, "engine")
+    engine = site.per(PLACE, "engine")
     models = by("max", (*engine, "model"), site.select(ENGINE_INFO, model=other_than("")))
     return f"{record} * {on(engine)} group_left (model) topk by ({', '.join(engine)}) (1, {models})"
 
 
 def _coverage(site: Site, level: str, per: tuple[str, ...]) -> Record:
     """Return the share of the requests in flight that sockets show: never more than 1, and 1 where there are none."""
-    streams, requests = (_name(site, level, metric) for metric in _COUNTED)
+    streams, requests = (name(site, level, metric) for metric in _COUNTED)
     share = f"clamp_max({streams} / {on(per)} ({requests} > 0), 1)"
-    return Record(_name(site, level, "coverage"), f"{share} or {on(per)} {requests} * 0 + 1")
+    return Record(name(site, level, "coverage"), f"{share} or {on(per)} {requests} * 0 + 1")
 
 
-def _name(site: Site, level: str, metric: str) -> str:
+def name(site: Site, level: str, metric: str) -> str:
+    """Return the name of what is recorded at a level, such as `engine`, about one of the series above."""
     if metric in _ADDED:
         operation = f"rate{duration(max(WINDOW, site.lookback))}"
     else:
