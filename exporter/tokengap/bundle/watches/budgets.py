@@ -104,8 +104,8 @@ def orphan_budget(site: Site) -> Watch:
         hold=_HOLD,
         labels=ENGINE,
         summary="The month's budget of tokens for nobody is spent too fast.",
-        description=f"Of the tokens of {label('engine')} too many are generated for clients who left: at this pace the "
-        f"{budget} that a month may have do not last.",
+        description=f"Too many tokens of {label('engine')} are for clients who left: at this pace the {budget} of a "
+        "month do not last.",
         panel=Panel(
             board="money",
             title="Orphan share over an hour",
@@ -175,8 +175,8 @@ def deadline_budget(site: Site) -> Watch:
         hold=_HOLD,
         labels=ENGINE,
         summary="The month's budget of missed deadlines is spent too fast.",
-        description=f"The queue of {label('engine')} is too old for the deadline of {deadline} too much of the time: "
-        f"at this pace the {budget} that a month may have do not last.",
+        description=f"The queue of {label('engine')} is too old for the deadline of {deadline} too often: at this pace "
+        f"the {budget} of a month do not last.",
         panel=Panel(
             board="oncall",
             title="Time in breach over an hour",

@@ -60,7 +60,7 @@ SOME: Final = 3.0
 GROWING: Final = Threshold(">", 0.05, "5%")
 
 #: By how much the mean utilization may change and still be the same load.
-FLAT: Final = 0.1
+FLAT: Final = 0.2
 
 #: Streams seen over requests in the engine, from which on free slots and pinned ones can be told apart.
 SEEN: Final = 0.9

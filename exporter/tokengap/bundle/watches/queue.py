@@ -30,10 +30,10 @@ from tokengap.topology import INTERACTIVE
 #: Seconds in breach, of those that are looked back at, that are no passing peak.
 IN_BREACH = 5.0
 
-#: Seconds that are compared, and of what is usual before them; and how long ago it must have been known.
+#: Seconds that are compared with as many long ago, and with what was usual: an hour, ending an hour or a week ago. An
+#: hour that ended just now would take in what is compared with it, and 1 % of it is all that a p99 needs.
 RECENT: Final = 600.0
 USUAL: Final = 3600.0
-KNOWN: Final = 2400.0
 WEEK: Final = 7 * 86400.0
 
 #: How much older streams are that take "twice as long".
@@ -154,30 +154,31 @@ def latency_doubled(site: Site) -> Watch:
     per_engine = site.per(*PER_ENGINE)
     here = on(per_engine)
     streams = by("sum", per_engine, over_time("avg", site.select(STREAM_AGE, "_gcount", client="connected"), RECENT))
-    now, before, last_week = (_p99(site, *window) for window in ((RECENT, 0), (USUAL, RECENT), (USUAL, WEEK)))
-    known = by("max", per_engine, site.select(STREAM_AGE, "_gcount", client="connected") + f" offset {duration(KNOWN)}")
-    recent, usual = duration(RECENT), duration(USUAL)
+    now, before, last_week = (_p99(site, *window) for window in ((RECENT, 0), (USUAL, USUAL), (USUAL, WEEK)))
+    recent, usual, known = map(duration, (RECENT, USUAL, 1.5 * USUAL))
+    half_of_it = by("max", per_engine, f"{site.select(STREAM_AGE, '_gcount', client='connected')} offset {known}")
     return Watch(
         name="TokengapLatencyDoubled",
         severity="warning",
+        # What is older must have been known for half an hour, so that some minutes after a start are no baseline.
         expr=f"{now} {FELT}\nand {here}\n{streams} > {FEW}\nand {here}\n(\n"
-        f"(\n{now} > {TWICE} * {before}\nand {here}\n{known} >= 0\n)\nor\n{now} > {TWICE} * {last_week}\n)",
+        f"(\n{now} > {TWICE} * {before}\nand {here}\n{half_of_it} >= 0\n)\nor\n{now} > {TWICE} * {last_week}\n)",
         hold=120,
         keep=TREND,
         labels=PER_ENGINE,
         summary="Streams take more than twice as long as usual.",
-        description=f"99 of 100 streams in flight to {label('engine')} are now up to twice as old and more as in the "
-        f"{usual} before, or as a week ago.",
+        description=f"The oldest of a hundred streams in flight to {label('engine')} is now more than twice as old as "
+        "an hour ago, or as a week ago.",
         panel=Panel(
             board="engine",
             title="Age of streams in flight (p99)",
             description=f"Age that 99 of 100 streams in flight with a client stay below, over {recent}; and the same "
-            f"over the {usual} before, and a week ago. Below {FELT.said} nobody feels it double.",
+            f"over the {usual} that ended an hour ago, and a week ago. Below {FELT.said} nobody feels it double.",
             unit="s",
             no_value="No stream in flight",
             queries=(
                 Query(now, f"{legend('engine')} now"),
-                Query(before, f"{legend('engine')} in the {usual} before"),
+                Query(before, f"{legend('engine')} an hour ago"),
                 Query(last_week, f"{legend('engine')} a week ago"),
             ),
             thresholds=(FELT,),
@@ -190,8 +191,8 @@ def latency_doubled(site: Site) -> Watch:
                 Look("how long the head of the queue has waited", by("max", per_engine, site.select(QUEUE_AGE))),
                 Look("tokens a second", by("sum", per_engine, rate(site.select(TOKENS_OUT), site.lookback))),
             ),
-            meaning=f"Over {recent}, streams that have a client were more than {TWICE} times as old (p99) as over the "
-            f"{usual} before, or as in the same hour a week ago. Streams of clients who left are not in it.",
+            meaning=f"Over {recent}, streams that have a client were more than {TWICE} times as old (p99) as an hour "
+            "ago, or as in the same hour a week ago. Streams of clients who left are not in it.",
             impact="People wait longer for the end of their answers; timeouts on the way begin to cut them off.",
             decide=(
                 Choice("queue age up, orphans in the slots", "slots work for nobody", "TokengapOrphanHoldsSlot"),
@@ -226,12 +227,12 @@ def latency_doubled(site: Site) -> Watch:
                 "Do not raise timeouts first: they hide it, and orphans live longer.",
             ),
             rollback="Give the engine its weight back when p99 has been usual for ten minutes.",
-            false_alarm="A new kind of use with longer answers. After an hour it is the usual, and this ends; the "
-            "comparison with last week goes on for a week.",
+            false_alarm="A new kind of use with longer answers. After an hour or two it is the usual, and this ends; "
+            "the comparison with last week goes on for a week.",
             limits="This is the age of streams in flight, which the exporter sees for every engine, not the engine's "
             "own histograms: `vllm:time_to_first_token_seconds` and `vllm:e2e_request_latency_seconds` are not on this "
             f"page, and count no request that was aborted. It needs more than {FEW} streams in flight, "
-            f"{duration(KNOWN)} of history, and is as fine as its buckets.",
+            f"{known} of history, and is as fine as its buckets.",
         ),
     )
 
