@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tokengap.bundle.promql import PER_ENGINE, PER_EXPORTER, by, duration, on, share
+from tokengap.bundle.promql import PER_ENGINE, PER_EXPORTER, by, duration, on, over_time, share
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import Choice, Look, Measure, Panel, Query, Runbook, Step, Threshold, Watch, label, legend
 from tokengap.bundle.watches.shared import (
@@ -17,40 +17,42 @@ from tokengap.bundle.watches.shared import (
     query_step,
     streams_step,
 )
-from tokengap.series.engines import ENGINE_WAITING
+from tokengap.series.engines import ENGINE_RUNNING, ENGINE_WAITING
 from tokengap.series.queue import QUEUE_AGE
 from tokengap.series.streams import STREAMS, STREAMS_ENDED
 
-#: Share of the streams in flight whose client has vanished that is more than people with a bad network.
+#: Vanished clients over requests that run: more than people with a bad network.
 VANISHED: Final = Threshold(">", 0.05, "5%")
 
-#: Vanished clients that may be chance, where few are in flight.
-SOME: Final = 2
+#: Vanished clients, on average, that may be chance.
+FEW: Final = 1
 
 
 def clients_vanishing(site: Site) -> Watch:
     """Clients are cut off without a word."""
     labels = (*PER_EXPORTER, "hop")
-    per_hop = site.per(*labels)
-    vanished = by("sum", per_hop, site.select(STREAMS, client="vanished"))
-    part = share(vanished, by("sum", per_hop, site.select(STREAMS)), per_hop)
+    per_hop, per_exporter, trend = site.per(*labels), site.per(*PER_EXPORTER), duration(TREND)
+    vanished = by("sum", per_hop, over_time("avg", site.select(STREAMS, client="vanished"), TREND))
+    running = by("sum", per_exporter, over_time("avg", site.select(ENGINE_RUNNING), TREND))
+    # Of what runs, not of all streams in flight: those who wait cannot be seen to vanish, and would hide the others.
+    part = f"{vanished}\n/ {on(per_exporter)} group_left ()\n({running} > 0)"
     return Watch(
         name="TokengapClientsVanishing",
         severity="warning",
-        expr=f"{part} {VANISHED}\nand {on(per_hop)}\n{vanished} > {SOME}",
+        expr=f"{part} {VANISHED}\nand {on(per_hop)}\n{vanished} > {FEW}",
         hold=60,
         keep=TREND,
         labels=labels,
         summary="Clients vanish without closing their connection.",
-        description=f"More than {VANISHED.said} of the streams in flight at {label('hop')} go to clients that "
+        description=f"More than {VANISHED.said} of what runs in {trend} is for clients of {label('hop')} that "
         "acknowledge nothing any more. The proxy will hold each of them for about 15 minutes.",
         panel=Panel(
             board="engine",
             title="Streams to vanished clients",
-            description="Of the streams in flight at a hop, the part whose client acknowledges nothing any more. "
-            "The proxy does not notice: its kernel retransmits for about 15 minutes.",
+            description="Streams to clients that acknowledge nothing any more, for each request that runs, over "
+            f"{trend}. The proxy does not notice: its kernel retransmits for about 15 minutes.",
             unit="percentunit",
-            no_value="No stream in flight",
+            no_value="Nothing runs",
             queries=(Query(part, legend("hop")),),
             thresholds=(VANISHED,),
         ),
@@ -59,7 +61,7 @@ def clients_vanishing(site: Site) -> Watch:
             "is there that connections get lost.",
             right_now=(
                 Look("vanished clients, by hop", vanished),
-                Look("streams in flight, by hop", by("sum", per_hop, site.select(STREAMS))),
+                Look("what runs", running),
                 Look("tokens a second for nobody", orphaned_tokens(site, "engine", "hop")),
             ),
             meaning="Data to these clients was sent again three times and more and never acknowledged: a phone out of "
@@ -85,7 +87,7 @@ def clients_vanishing(site: Site) -> Watch:
                 Step(
                     "Which streams (`client` is `vanished`), and how much was generated for each since.",
                     f"curl -s {site.exporter}/api/streams",
-                    '[{"id":3,"engine":"worker","hop":"edge","client":"...","orphaned":612.0,...}]',
+                    '[{"id":3,"engine":"worker","hop":"edge","client":"...",...,"orphaned":612.0,...}]',
                 ),
             ),
             mitigation=(
