@@ -26,7 +26,11 @@ class Prometheus:
 
     async def query(self, query: str) -> list[dict[str, Any]]:
         """Return the samples of an instant query, each with ``metric`` (its labels) and ``value``."""
-        async with self.session.get(f"{self.url}/api/v1/query", params={"query": query}) as answer:
+        return await self.ask("query", query=query)
+
+    async def ask(self, what: str, **parameters: str | float) -> list[dict[str, Any]]:
+        """Return the result of any query: ``query`` or ``query_range``, with the parameters of Prometheus' API."""
+        async with self.session.get(f"{self.url}/api/v1/{what}", params=parameters) as answer:
             said = await answer.json()
         assert said["status"] == "success", said
         return said["data"]["result"]
