@@ -304,9 +304,9 @@ def _stat(sheet: _Sheet, place: _Place, panel: Json, lines: list[Line], _: Shown
         middle = place.y + each * (row + 0.5)
         name = line.name if len(lines) > 1 or "{{" in panel["targets"][0]["legendFormat"] else ""
         if name:
-            sheet.say(place.x, middle, sheet.cut(name, place.width * 0.6, 9), size=9, colour=_FAINT)
+            sheet.say(place.x, middle, sheet.cut(name, place.width * 0.38, 9), size=9, colour=_FAINT)
         side, x = ("right", place.x + place.width) if name else ("center", place.x + place.width / 2)
-        fits = size * min(1.0, 0.6 * place.width / sheet.width(text, size, "bold"))
+        fits = size * min(1.0, 0.56 * place.width / sheet.width(text, size, "bold"))
         sheet.say(x, middle, text, size=fits, colour=own, side=side, weight="bold")
 
 

@@ -31,7 +31,7 @@ from tokengap.bundle.site import Site
 from tokengap.lab.batching import Knobs
 from tokengap.lab.demo import Time
 from tokengap.lab.nvml.fake import FakeNvml, compile_library
-from tokengap.lab.nvml.profiles import H100, many
+from tokengap.lab.nvml.profiles import H100, FakeGpu, many
 from tokengap.lab.parts import LOOPBACK, Part
 from tokengap.lab.scrape import Exporter
 from tokengap.lab.stage import Plan, beside, lab_parts, ports, run, staged
@@ -46,6 +46,9 @@ PICTURES: Final[dict[str, tuple[str, ...] | None]] = {
     "money": ("In the time shown", "Where it leaks", "What it costs"),
 }
 
+#: A GPU before anybody comes: what it draws then is its idle power.
+_AT_REST: Final = replace(H100, utilization=0, power=118.0)
+
 _CRITICAL: Final = 'max(ALERTS{alertname=~"Tokengap.+",alertstate="firing",severity="critical"})'
 
 
@@ -58,7 +61,7 @@ class _Weather:
     leaving: float
 
 
-_STORY: Final = (_Weather(0.45, 1.3, 0.1), _Weather(0.55, 0.72, 0.6))
+_STORY: Final = (_Weather(0.45, 1.3, 0.1), _Weather(0.55, 0.85, 0.55))
 
 
 @asynccontextmanager
@@ -89,6 +92,7 @@ async def _photograph(lasts: float, out: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="tokengap-screenshots-") as name:
         directory = Path(name)
         gpus = FakeNvml(compile_library(directory), directory / "nvml.control")
+        made = time.monotonic()
         rules = directory / "alerts.yml"
         rules.write_text(as_yaml(alerts(Site(scrape=SCRAPE))))
         config = scraping(f"{SCRAPE:g}s", {f"{LOOPBACK}:{plan.ports.exporter}": {}}, rules)
@@ -98,9 +102,10 @@ async def _photograph(lasts: float, out: Path) -> None:
             prometheus(directory, config) as asked,
             _people(plan.entry) as come,
         ):
-            engine, *_ = stage.parts
-            gpus.set(*(replace(gpu, processes={engine.pid: 60 << 30}) for gpu in many(H100, 2)))
-            await Exporter(f"http://{LOOPBACK}:{plan.ports.exporter}", session).ready()
+            exporter = Exporter(f"http://{LOOPBACK}:{plan.ports.exporter}", session)
+            await exporter.ready()
+            await exporter.beats(3)
+            gpus.set(*many(_at_work(stage.parts[0].pid, time.monotonic() - made), 2))
             begin = time.time()
             await beside(come(lasts), stage.guard())
             span = Span(begin + 5, time.time(), SCRAPE, SCRAPE)
@@ -110,9 +115,15 @@ async def _photograph(lasts: float, out: Path) -> None:
                 click.echo(f"{path}: {path.stat().st_size // 1024} KiB")
 
 
+def _at_work(pid: int, rested: float) -> FakeGpu:
+    """Return a GPU that computes for a process after so many seconds at rest. Its energy counter goes on from there."""
+    joules = H100.energy + (_AT_REST.power - H100.power) * rested
+    return replace(H100, energy=joules, processes={pid: 60 << 30})
+
+
 def _parts(plan: Plan, gpus: FakeNvml, directory: Path) -> list[Part]:
     """Return the lab's parts, the exporter with GPUs and a price."""
-    gpus.set(*many(H100, 2))
+    gpus.set(*many(_AT_REST, 2))
     *others, _ = lab_parts(plan, directory)
     variables = (f"{name}={gpus.environment[name]}" for name in ("LD_LIBRARY_PATH", "FAKE_NVML_CONTROL"))
     serve = (sys.executable, "-m", "tokengap", *plan.serve, "--gpu-hour-price", "2.50")
