@@ -136,7 +136,7 @@ def _requests(ask: Ask) -> Row:
             ),
             Tile(
                 _panel(
-                    title="Coverage",
+                    title="Coverage by all exporters",
                     description="Streams that sockets show over the requests that the engine says it has. Below 1 a "
                     "part of the traffic passes no hop that is watched, and its tokens are unattributed.",
                     unit="percentunit",

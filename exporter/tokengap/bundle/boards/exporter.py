@@ -77,7 +77,7 @@ def _beat(ask: Ask) -> Row:
         (
             Tile(
                 _panel(
-                    title="Age of the newest beat",
+                    title="Age and interval of the beat",
                     description="Seconds since the newest beat, which is the age of every value. Between two scrapes "
                     "it grows; beyond a few beats and a scrape the exporter does not keep up.",
                     unit="s",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from tokengap.bundle.boards.asking import ENGINE, HOP, LEFT, VERDICTS, Ask, lines, named, share, total
+from tokengap.bundle.boards.asking import ENGINE, HOP, VERDICTS, Ask, lines, named, total
 from tokengap.bundle.boards.board import Board, Note, Row, Tile, watched
-from tokengap.bundle.promql import any_of, said
+from tokengap.bundle.promql import said
 from tokengap.bundle.watch import Panel, Query, longer_than, shorter_than
 from tokengap.series import engines, itself, proxies, queue, streams, tokens
 
@@ -206,10 +206,6 @@ def _deadline(ask: Ask) -> Row:
 
 
 def _served(ask: Ask) -> Row:
-    with_client = share(
-        total(ask.select(streams.STREAMS, client=any_of("connected", "stalled")), *ENGINE),
-        ask.once(ask.select(queue.SLOTS), *ENGINE),
-    )
     return Row(
         "Whom it serves",
         (
@@ -223,33 +219,6 @@ def _served(ask: Ask) -> Row:
                     queries=lines(total(ask.select(streams.STREAMS), "client"), "client"),
                 ),
                 stacked=True,
-            ),
-            Tile(
-                _panel(
-                    title="Slots for people",
-                    description="Slots that are taken, and streams whose client is there, both over all slots and 1 at "
-                    "most. Where the first stays at 1 while the second falls, clients that left pin slots: roll back.",
-                    unit="percentunit",
-                    no_value="the engine's slots are not known",
-                    queries=(
-                        named(ask.once(ask.select(queue.SLOT_UTILIZATION), *ENGINE), "taken"),
-                        named(
-                            f"clamp_max({with_client}, 1)",
-                            "with a client",
-                        ),
-                    ),
-                ),
-            ),
-            Tile(
-                _panel(
-                    title="Oldest stream without a client",
-                    description="Age of the oldest stream whose client has vanished or gone, by the hop where it is "
-                    f"seen. Past {said(ask.site.age_cut)} it has cost somebody else a whole deadline.",
-                    unit="s",
-                    no_value="sockets are not read",
-                    queries=lines(ask.once(ask.select(streams.STREAM_AGE_MAX, client=LEFT), *HOP), "hop"),
-                    thresholds=(longer_than(ask.site.age_cut),),
-                ),
             ),
             Tile(
                 _panel(
