@@ -21,7 +21,7 @@ import yaml
 from aiosmtpd.smtp import SMTP
 
 from deployed import ALERTMANAGER, PROMETHEUS, alertmanager_config
-from tokengap.lab.alerting import Pager, alertmanager, paged, redirected
+from monitoring import Pager, alertmanager, paged, redirected
 from tokengap.lab.parts import LOOPBACK, free_port
 
 pytestmark = pytest.mark.e2e

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from deployed import alertmanager_config, prometheus_config
+from monitoring import Monitoring, monitored
 from test_end_to_end import Watched, state, total, watched
 from tokengap.bundle.render.file import as_yaml
 from tokengap.bundle.render.rules import alerts, runbook_url
 from tokengap.bundle.site import Site
 from tokengap.bundle.watches import watches
-from tokengap.lab.alerting import Monitoring, monitored
 from tokengap.lab.batching import Knobs
 from tokengap.lab.nvml.fake import FakeNvml
 from tokengap.lab.nvml.profiles import H100, many

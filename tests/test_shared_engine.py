@@ -11,13 +11,13 @@ import pytest
 
 import netns
 from deployed import prometheus_config
+from monitoring import aimed, prometheus
 from netns import Host, Space
 from test_containers import ENGINE, EVERYWHERE, a_gateway, an_engine, inside, visit
 from test_end_to_end import serve_part
 from tokengap.bundle.render.file import as_yaml
 from tokengap.bundle.render.rules import recordings
 from tokengap.bundle.site import Site
-from tokengap.lab.alerting import aimed, prometheus
 from tokengap.lab.parts import LOOPBACK, Part, free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

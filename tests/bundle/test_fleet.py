@@ -13,8 +13,8 @@ from aiohttp import web
 from bundle.sites import DEFAULT
 from deployed import prometheus_config
 from lab.serving import served, until
+from monitoring import aimed, prometheus
 from tokengap.bundle.render import rules
-from tokengap.lab.alerting import aimed, prometheus
 from tokengap.lab.parts import LOOPBACK
 from tokengap.series.engines import ENGINE_INFO, ENGINE_OPEN, ENGINE_RUNNING, ENGINE_WAITING
 from tokengap.series.queue import DEADLINE_SLACK, QUEUE_AGE

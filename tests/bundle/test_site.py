@@ -135,8 +135,8 @@ def test_what_is_aggregated_by():
 
 def test_on_dashboards():
     """What the reader chose, besides what the site is limited to."""
-    assert DEFAULT.on_dashboards().selector == 'job=~"$job",instance=~"$instance"'
-    assert OTHER.on_dashboards().selector == 'cluster="a",job=~"$job",instance=~"$instance"'
+    assert DEFAULT.on_dashboards().selector == 'cluster=~"$cluster",job=~"$job",instance=~"$instance"'
+    assert OTHER.on_dashboards().selector == 'cluster="a",cluster=~"$cluster",job=~"$job",instance=~"$instance"'
 
 
 def test_the_address_of_a_runbook():

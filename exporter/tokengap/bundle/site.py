@@ -50,7 +50,8 @@ _URLS: Final = ("runbooks", "dashboards", "exporter", "engine", "prometheus")
 _URL: Final = re.compile(r"https?://[\w.:\[\]-]+(/([\w./:@%+~=#?&-]|\{alert\})*)?")
 
 #: What keeps a dashboard's queries to what its reader chose.
-_CHOSEN: Final = 'job=~"$job",instance=~"$instance"'
+_CHOSEN: Final = 'cluster=~"$cluster",job=~"$job",instance=~"$instance"'
+_CHOSEN_ENGINE: Final = promql.Match("=~", "$engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,9 @@ class Site:
 
     def select(self, series: Series | str, part: str = "", /, **labels: str | promql.Match) -> str:
         """Return the vector of a series, as ``name{cluster="a",state="stuck"}``; of its part ``_bucket``, for one."""
+        on_dashboard = self.selector.endswith(_CHOSEN)
+        if on_dashboard and isinstance(series, Series) and "engine" in series.labels:
+            labels = {"engine": _CHOSEN_ENGINE, **labels}
         return promql.vector(f"{series}{part}", self.selector, labels)
 
     def per(self, *labels: str) -> tuple[str, ...]:

@@ -97,11 +97,16 @@ class Prometheus:
 
     async def query(self, expression: str) -> Rows:
         """Return what an expression is now. SetupError: it is refused."""
-        async with self.session.get(f"{self.url}/api/v1/query", params={"query": expression}) as answer:
+        return [(row["metric"], float(row["value"][1])) for row in await self.ask("query", query=expression)]
+
+    async def ask(self, what: Literal["query", "query_range"], **parameters: str | float) -> list[dict[str, Any]]:
+        """Return the result of a query as Prometheus words it, with the parameters of its API."""
+        async with self.session.get(f"{self.url}/api/v1/{what}", params=parameters) as answer:
             said = await answer.json()
         if said["status"] != "success":
-            raise SetupError(f"Prometheus refuses {expression!r}: {said['error']}")
-        return [(row["metric"], float(row["value"][1])) for row in said["data"]["result"]]
+            raise SetupError(f"Prometheus refuses {parameters}: {said['error']}")
+        result: list[dict[str, Any]] = said["data"]["result"]
+        return result
 
     async def values(self, expression: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return the same by the values of these labels, empty where one is missing."""
