@@ -57,6 +57,9 @@ check: $(VENV)/dev.stamp ## format, lint, types, layers, drift, then the tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/yamllint --strict .
+	$(BIN)/amlint check deploy/alertmanager.yml
+	$(BIN)/pymarkdown scan README.md CHANGELOG.md docs runbooks
 	$(MAKE) drift
 	$(MAKE) test
 
@@ -77,6 +80,10 @@ bundle: $(VENV)/run.stamp ## render alerts/, dashboards/, runbooks/ and deploy/k
 .PHONY: drift
 drift: $(VENV)/run.stamp ## refuse rendered files that differ from what they are rendered from
 	$(BIN)/tokengap bundle --out . --check
+
+.PHONY: screenshots
+screenshots: parts $(VENV)/dev.stamp ## draw docs/images again: six minutes of a lab, and the dashboards' own queries
+	PYTHONPATH=tests $(BIN)/python -m bundle.screenshots --out docs/images
 
 # Both exit with 1 where something is not as it should be, and then the page says what.
 ACCURACY := build/accuracy

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import ProcessCollector
 from prometheus_client.registry import Collector
 
+from tokengap.bundle.site import Site
 from tokengap.series.render import Page, render
 from tokengap.view import View
 
@@ -18,6 +19,7 @@ class Serving:
     ``telemetry_path`` is where the page of series is served. ``show_addresses`` shows clients' addresses in full in
     ``/api/streams``; by default they are masked. ``also`` are collectors whose families follow ours on the page; by
     default what the kernel says of this process (``process_*``). ``limit`` is how many requests are answered at once.
+    ``site``: the numbers in runbooks.
 
     To be used from one event loop. View and page change together, so no request sees halves of two beats.
     """
@@ -29,14 +31,17 @@ class Serving:
         show_addresses: bool = False,
         limit: int = 40,
         also: Iterable[Collector] | None = None,
+        site: Site | None = None,
     ):
         self.telemetry_path = telemetry_path
         self.show_addresses = show_addresses
         self.limit = limit
+        self.site = site or Site()
         self.also = (ProcessCollector(registry=None),) if also is None else tuple(also)
         self.view: View | None = None
         self.page: Page | None = None
         self._made: dict[str, asyncio.Task[bytes]] = {}
+        self._runbooks: asyncio.Task[Mapping[str, bytes]] | None = None
 
     def publish(self, view: View, page: Page) -> None:
         """Show this view and its page from now on."""
@@ -57,3 +62,16 @@ class Serving:
         if task is None:
             task = self._made[key] = asyncio.create_task(asyncio.to_thread(make, self.view))
         return await asyncio.shield(task)  # one client that is cancelled must not take the others' answer with it
+
+    async def runbooks(self) -> Mapping[str, bytes]:
+        """Return the pages of runbooks by name. Made once, in a worker thread, when the first is asked for."""
+        if self._runbooks is None:
+            self._runbooks = asyncio.create_task(asyncio.to_thread(_runbooks, self.site))
+        return await asyncio.shield(self._runbooks)
+
+
+def _runbooks(site: Site) -> Mapping[str, bytes]:
+    # Not above: scrapes need neither templates nor Markdown, and many an exporter never loads them.
+    from tokengap.web.runbooks import pages
+
+    return pages(site)
