@@ -54,7 +54,7 @@ async def find(settings: Settings) -> tuple[Topology, Discovery | None]:
 @asynccontextmanager
 async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple[Server, Serving]]:
     """Run an exporter while the block lasts. Raises SetupError when the address is taken."""
-    serving = Serving(telemetry_path=settings.telemetry_path, show_addresses=settings.show_addresses)
+    serving = Serving(telemetry_path=settings.telemetry_path, show_addresses=settings.show_addresses, watched=watched)
     server = Server(make_app(serving))
     await server.start(*parse_listen(settings.listen))
     serving.site = site(settings, watched, server.url)

@@ -146,7 +146,8 @@ class PagePath(str):
     __slots__ = ()
     #: What is served there anyway.
     taken: ClassVar = (
-        *("/", "/api/streams", "/api/engines", "/api/hops", "/api/gpus", "/api/sources"),
+        *("/", "/streams", "/engines", "/gpus"),
+        *("/api/now", "/api/history", "/api/streams", "/api/engines", "/api/hops", "/api/gpus", "/api/sources"),
         *("/runbooks", "/runbooks/", "/-/healthy", "/-/ready"),
     )
     expects: ClassVar = f"a path such as /metrics, and none of {', '.join(taken)}"

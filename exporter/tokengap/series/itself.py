@@ -17,7 +17,7 @@ def _overall(value: float) -> tuple[Sample]:
 SOURCE_UP = Series(
     name="tokengap_source_up",
     kind="gauge",
-    help="1 when the source was read in the newest beat, 0 when not; why not stands on the landing page. Values that "
+    help="1 when the source was read in the newest beat, 0 when not; why not stands on the live page. Values that "
     "rest on a failed source are missing, not 0; the rest goes on.",
     labels=("source", "target"),
     read=lambda view: (Sample((s.source, s.target), float(s.up)) for s in view.sources),
@@ -98,7 +98,7 @@ NETNS = Series(
     name="tokengap_netns",
     kind="gauge",
     help="Network namespaces by state: watched (their sockets are read; the exporter's own is one of them), failed "
-    "(asked for with --netns and not there, or not to be read; why stands on the landing page).",
+    "(asked for with --netns and not there, or not to be read; why stands on the live page).",
     labels=("state",),
     read=lambda view: (Sample((state,), float(count)) for state, count in view.namespaces.items()),
 )

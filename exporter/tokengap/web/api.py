@@ -52,12 +52,12 @@ def stream_rows(view: View, *, show_addresses: bool) -> list[StreamRow]:
             client=CLIENTS[client],
             client_connected=int(client in _CONNECTED),
             leaks_at=view.hop_names[leaks_at] if leaks_at >= 0 else None,
-            age_seconds=age,
+            age_seconds=round(age, 3),
             first_byte=first_byte,
-            tokens=tokens,
-            useful=useful,
-            orphaned=orphaned,
-            deadline_slack_seconds=None if math.isnan(slack) else slack,
+            tokens=round(tokens, 2),
+            useful=round(useful, 2),
+            orphaned=round(orphaned, 2),
+            deadline_slack_seconds=None if math.isnan(slack) else round(slack, 3),
             client_address=_address(src_hi, src_lo, port) if show_addresses else _masked(src_hi, src_lo),
             blind_spots=blind[view.hop_names[hop]],
         )
@@ -89,7 +89,7 @@ def streams_json(view: View, *, show_addresses: bool) -> bytes:
 def engines_json(view: View) -> bytes:
     """Return ``/api/engines``: each engine's view, its evidence and what is derived from it included."""
     rows: list[dict[str, Any]] = [
-        msgspec.to_builtins(replace(engine, url=public_url(engine.url)), enc_hook=_plain)
+        msgspec.to_builtins(replace(engine, url=public_url(engine.url)), enc_hook=plain)
         | {"utilization": engine.utilization}
         for engine in view.engines
     ]
@@ -116,15 +116,15 @@ def hops_json(view: View) -> bytes:
 def gpus_json(view: View) -> bytes:
     """Return ``/api/gpus``: why there are GPUs or none, and each GPU with all that is known of it, its processes
     included."""
-    return msgspec.json.encode(msgspec.to_builtins(view.gpus, enc_hook=_plain, str_keys=True))
+    return msgspec.json.encode(msgspec.to_builtins(view.gpus, enc_hook=plain, str_keys=True))
 
 
 def sources_json(view: View) -> bytes:
     """Return ``/api/sources``: each source, up or not and why."""
-    return msgspec.json.encode(view.sources, enc_hook=_plain)
+    return msgspec.json.encode(view.sources, enc_hook=plain)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Return what msgspec does not encode by itself as what it does: any mapping, a number of numpy."""
     if isinstance(value, Mapping):
         return dict(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -15,15 +15,19 @@ from aiohttp import web
 from tokengap.series.render import compress, render_named
 from tokengap.view import View
 from tokengap.web.api import engines_json, gpus_json, hops_json, sources_json, streams_json
-from tokengap.web.html import STYLE_DIGEST
-from tokengap.web.landing import landing_page
+from tokengap.web.files import PATH as STATIC
+from tokengap.web.files import page, static
 from tokengap.web.negotiation import CONTENT_TYPES, choose_format, wants_gzip
+from tokengap.web.now import now_json, wanted
 from tokengap.web.serving import Serving
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 #: Seconds a client has to take its answer, if its place is needed. A scrape's own deadline is 10 s by default.
 TAKE_DEADLINE = 15.0
+
+#: Where the live page is: whole, and parts of it with more detail.
+PAGES = ("/", "/streams", "/engines", "/gpus")
 
 _FRESH = {"Cache-Control": "no-cache"}
 
@@ -37,9 +41,10 @@ _SCRAPE_HEADERS = {
 }
 
 _SECURITY_HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; img-src data:; style-src '{STYLE_DIGEST}'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
 }
 
 
@@ -53,8 +58,12 @@ def make_app(serving: Serving) -> web.Application:
     app = web.Application()
     app.on_response_prepare.append(_secure)
     app.router.add_get(serving.telemetry_path, limited(routes.metrics))
-    if serving.telemetry_path != "/":
-        app.router.add_get("/", limited(routes.landing))
+    for path in PAGES:
+        if path != serving.telemetry_path:
+            app.router.add_get(path, limited(routes.page))
+    app.router.add_get(STATIC + "{name}", limited(routes.static))
+    app.router.add_get("/api/now", limited(routes.now))
+    app.router.add_get("/api/history", limited(routes.history))
     app.router.add_get("/api/streams", limited(routes.streams))
     app.router.add_get("/api/engines", limited(routes.engines))
     app.router.add_get("/api/hops", limited(routes.hops))
@@ -91,14 +100,38 @@ class _Routes:
             body = page.text_gzip if zipped else page.text
         return web.Response(body=body, headers=_SCRAPE_HEADERS[wanted, zipped])
 
-    async def landing(self, _: web.Request) -> web.Response:
-        """Answer with the page for people."""
-        path = self._serving.telemetry_path
-        if self._serving.view is None:
-            body = landing_page(None, path)
-        else:
-            body = await self._serving.once_a_view("landing", lambda view: landing_page(view, path))
+    async def page(self, _: web.Request) -> web.Response:
+        """Answer with the live page. Its script shows the parts that belong to the path."""
+        body = page(self._serving.telemetry_path)
         return web.Response(body=body, headers=_FRESH, content_type="text/html", charset="utf-8")
+
+    async def static(self, request: web.Request) -> web.Response:
+        """Answer with a file of the live page."""
+        found = static().get(request.match_info["name"])
+        if found is None:
+            return web.Response(status=404, text="no such file\n")
+        body, content_type = found
+        return web.Response(body=body, headers=_FRESH, content_type=content_type, charset="utf-8")
+
+    async def now(self, request: web.Request) -> web.Response:
+        """Answer with all that is shown of the newest beat, and the streams that are wanted."""
+        query, serving = request.query, self._serving
+        try:
+            want = wanted(query.get("sort"), query.getall("client", []), query.get("top"))
+        except ValueError as error:
+            return web.Response(status=400, text=f"{error}\n")
+        make = partial(
+            now_json,
+            watched=serving.watched,
+            leaked=serving.history.leaked(),
+            want=want,
+            show_addresses=serving.show_addresses,
+        )
+        return await self._json(want, make)
+
+    async def history(self, _: web.Request) -> web.Response:
+        """Answer with the last minutes of the ledger."""
+        return web.Response(body=self._serving.history.json(), headers=_FRESH, content_type="application/json")
 
     async def streams(self, _: web.Request) -> web.Response:
         """Answer with a row per stream."""
@@ -140,7 +173,7 @@ class _Routes:
         """Answer whether there is something to scrape."""
         return web.Response(text="ready\n") if self._serving.view is not None else _not_yet()
 
-    async def _json(self, key: str, make: Callable[[View], bytes]) -> web.Response:
+    async def _json(self, key: Hashable, make: Callable[[View], bytes]) -> web.Response:
         if self._serving.view is None:
             return _not_yet()
         body = await self._serving.once_a_view(key, make)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from prometheus_client import ProcessCollector
 from prometheus_client.registry import Collector
 
 from tokengap.bundle.site import Site
 from tokengap.series.render import Page, render
+from tokengap.topology import Topology
 from tokengap.view import View
+from tokengap.web.history import History
 
 
 class Serving:
     """The newest view with its page, and the settings of how they are shown.
 
     ``telemetry_path`` is where the page of series is served. ``show_addresses`` shows clients' addresses in full in
-    ``/api/streams``; by default they are masked. ``also`` are collectors whose families follow ours on the page; by
-    default what the kernel says of this process (``process_*``). ``limit`` is how many requests are answered at once.
-    ``site``: the numbers in runbooks.
+    the JSON and on the live page; by default they are masked. ``also`` are collectors whose families follow ours on the
+    page of series; by default what the kernel says of this process (``process_*``). ``limit`` is how many requests are
+    answered at once. ``site``: the numbers in runbooks. ``watched``: hops, as they are drawn, and limits.
 
     To be used from one event loop. View and page change together, so no request sees halves of two beats.
     """
@@ -32,27 +34,31 @@ class Serving:
         limit: int = 40,
         also: Iterable[Collector] | None = None,
         site: Site | None = None,
+        watched: Topology | None = None,
     ):
         self.telemetry_path = telemetry_path
         self.show_addresses = show_addresses
         self.limit = limit
         self.site = site or Site()
+        self.watched = watched or Topology()
+        self.history = History()
         self.also = (ProcessCollector(registry=None),) if also is None else tuple(also)
         self.view: View | None = None
         self.page: Page | None = None
-        self._made: dict[str, asyncio.Task[bytes]] = {}
+        self._made: dict[Hashable, asyncio.Task[bytes]] = {}
         self._runbooks: asyncio.Task[Mapping[str, bytes]] | None = None
 
     def publish(self, view: View, page: Page) -> None:
         """Show this view and its page from now on."""
         self.view, self.page = view, page
+        self.history.add(view)
         self._made = {}
 
     async def render_and_publish(self, view: View) -> None:
         """Render the page of ``view`` in a worker thread, so that scrapes go on meanwhile, then publish both."""
         self.publish(view, await asyncio.to_thread(render, view, self.also))
 
-    async def once_a_view(self, key: str, make: Callable[[View], bytes]) -> bytes:
+    async def once_a_view(self, key: Hashable, make: Callable[[View], bytes]) -> bytes:
         """Return ``make(view)`` for the newest view, made in a worker thread and at most once a view.
 
         However many ask for the same thing in one beat, it is made once. Only after the first :meth:`publish`.
