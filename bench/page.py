@@ -50,7 +50,14 @@ def next_beat(view: View, random: np.random.Generator) -> View:
     tokens = replace(engine.tokens, out=out, useful=out / 2, orphaned={"edge": out / 2})
     evidence = f"running {len(streams)}, generation +{40 * len(streams)} in 1.0 s"
     engine = replace(engine, tokens=tokens, evidence=evidence, queue_age=view.beats % 8.0)
-    return replace(view, streams=streams, engines=(engine,), beats=view.beats + 1, wall=view.wall + view.interval)
+    return replace(
+        view,
+        streams=streams,
+        engines=(engine,),
+        beats=view.beats + 1,
+        at=view.at + view.interval,
+        wall=view.wall + view.interval,
+    )
 
 
 def exporter(streams: int, ready: Connection) -> None:

@@ -21,7 +21,7 @@ import click
 
 from tokengap import __version__, logs
 from tokengap.config import Settings, load
-from tokengap.config.flags import options
+from tokengap.config.flags import SELECTION, options
 from tokengap.errors import TokengapError
 
 
@@ -30,6 +30,7 @@ class Group(click.Group):
 
     lazy: ClassVar = {
         "demo": "tokengap.lab.demo:demo",
+        "top": "tokengap.top.command:top",
         "health": "tokengap.health.command:health",
         "drill": "tokengap.lab.drill:drill",
         "bundle": "tokengap.bundle.command:bundle",
@@ -37,7 +38,7 @@ class Group(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return all names, in the order of a newcomer's needs."""
-        return ["demo", "serve", "health", "drill", "doctor", "bundle"]
+        return ["demo", "serve", "top", "health", "drill", "doctor", "bundle"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command, importing its module if need be."""
@@ -79,12 +80,6 @@ def main() -> None:
 
 #: Seconds within which `serve` ends when it is asked to. Docker and Kubernetes kill after 10 and 30.
 STOP_WITHIN = 5.0
-
-#: What to watch; the other settings are about how.
-SELECTION = (
-    *("engines", "hops", "auto", "slots", "netns"),
-    *("haproxy_socket", "envoy_admin", "nginx_status", "gpu", "dcgm"),
-)
 
 
 @main.command()

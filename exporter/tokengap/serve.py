@@ -1,10 +1,10 @@
-"""Put together: sources, beat, join and web make an exporter. Used by ``tokengap serve`` and by the demo."""
+"""Put together: sources, beat, join and web make an exporter. Used by ``tokengap serve`` and ``tokengap top``."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
@@ -22,6 +22,7 @@ from tokengap.sources.processes import Discovery, Processes, discover
 from tokengap.sources.proxies import proxy_source
 from tokengap.sources.sockets import Sockets
 from tokengap.topology import Topology
+from tokengap.view import View
 from tokengap.web.routes import make_app
 from tokengap.web.server import Server, parse_listen
 from tokengap.web.serving import Serving
@@ -58,6 +59,18 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     server = Server(make_app(serving))
     await server.start(*parse_listen(settings.listen))
     serving.site = site(settings, watched, server.url)
+    try:
+        async with beating(settings, watched, serving.render_and_publish):
+            yield server, serving
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def beating(
+    settings: Settings, watched: Topology, publish: Callable[[View], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Read, join and publish, beat after beat, while the block lasts."""
     netns = tuple(map(str, settings.netns))
     sockets = Sockets(events=settings.events, netns=netns)
     try:
@@ -74,21 +87,18 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
                 proxies={one.hop: proxy_source(one, session, deadline=within) for one in watched.interfaces},
                 gpu=gpu,
             )
-            beat = asyncio.create_task(
-                Beat(watched, sources, tokengap.join, serving.render_and_publish).run(), name="beat"
-            )
+            beat = asyncio.create_task(Beat(watched, sources, tokengap.join, publish).run(), name="beat")
             beat.add_done_callback(_end_with)
             log.info("sockets are read", extra={"way": sockets.describe()})
             if limits := sockets.limits():
                 log.warning(limits)
             try:
-                yield server, serving
+                yield
             finally:
                 beat.cancel()
                 await asyncio.gather(beat, return_exceptions=True)
     finally:
         sockets.close()
-        await server.stop()
 
 
 def site(settings: Settings, watched: Topology, url: str) -> Site:

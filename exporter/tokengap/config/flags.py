@@ -11,6 +11,12 @@ import click
 from tokengap.config.settings import SETTINGS, Setting
 from tokengap.logs import without_secrets
 
+#: What to watch; the other settings are about how.
+SELECTION = (
+    *("engines", "hops", "auto", "slots", "netns"),
+    *("haproxy_socket", "envoy_admin", "nginx_status", "gpu", "dcgm"),
+)
+
 
 class Value(click.ParamType[Any]):
     """A value as the settings read it."""

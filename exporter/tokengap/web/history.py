@@ -19,10 +19,10 @@ LATELY: Final = 10
 
 
 class Point(msgspec.Struct, frozen=True):
-    """The ledger of all engines after a beat, as totals since the exporter started. ``wall`` is Unix time."""
+    """The ledger of all engines after a beat, as totals since the exporter started. ``at`` is that of the view."""
 
     beats: int
-    wall: float
+    at: float
     out: float
     useful: float
     orphaned: Mapping[str, float]  # by hop
@@ -54,7 +54,7 @@ class History:
                 orphaned[hop] = orphaned.get(hop, 0.0) + tokens
         out = sum(engine.tokens.out for engine in view.engines)
         useful = sum(engine.tokens.useful for engine in view.engines)
-        self._points.append(Point(view.beats, view.wall, out, useful, orphaned))
+        self._points.append(Point(view.beats, view.at, out, useful, orphaned))
 
     def leaked(self) -> Leaked:
         """Return what the newest beats show."""

@@ -154,10 +154,11 @@ class SourceNow(msgspec.Struct, frozen=True):
 class Now(msgspec.Struct, frozen=True):
     """All that is shown of one beat. Times are in seconds, ``wall`` in Unix time; None where something is not known.
 
-    ``gpus`` is None where they are not asked for.
+    ``at`` is by a clock that does not jump, for rates. ``gpus`` is None where they are not asked for.
     """
 
     version: str
+    at: float
     wall: float
     beats: int
     late_beats: int
@@ -184,6 +185,7 @@ def now(view: View, watched: Topology, leaked: Leaked, want: Wanted, *, show_add
     sources = [_source(source, view.gpus) for source in view.sources]
     return Now(
         version=__version__,
+        at=view.at,
         wall=view.wall,
         beats=view.beats,
         late_beats=view.late_beats,

@@ -1,5 +1,5 @@
 // The live chart: tokens a second that were generated, and of them those that somebody got. The gap between is shaded.
-import { count, element, keep, percent, seconds, setText } from "./dom.js";
+import { count, element, keep, percent, setText } from "./dom.js";
 
 const [LEAST, MOST] = [60, 300]; // seconds that are shown: as many as there are, between these
 const SMOOTH = 5; // seconds over which a rate is taken: engines count in steps, and beats cut them
@@ -32,16 +32,16 @@ export class Chart {
     const last = this.#points.at(-1);
     if (last && point.beats <= last.beats) return;
     this.#points.push(point);
-    while (this.#points[0].wall < point.wall - MOST - SMOOTH) this.#points.shift();
+    while (this.#points[0].at < point.at - MOST - SMOOTH) this.#points.shift();
   }
 
   draw() {
     const rates = this.#rates();
     const now = rates.at(-1) ?? { out: null, useful: null, orphaned: null };
     const top = nice(Math.max(1, ...rates.map((rate) => Math.max(rate.out, rate.useful + rate.orphaned))));
-    const end = now.wall ?? 0;
-    const span = Math.min(Math.max(end - (rates[0]?.wall ?? end), LEAST), MOST);
-    const x = (rate) => (WIDTH * (1 - (end - rate.wall) / span)).toFixed(1);
+    const end = now.at ?? 0;
+    const span = Math.min(Math.max(end - (rates[0]?.at ?? end), LEAST), MOST);
+    const x = (rate) => (WIDTH * (1 - (end - rate.at) / span)).toFixed(1);
     const y = (value) => (HEIGHT * (1 - Math.max(value, 0) / top)).toFixed(1);
     const line = (value) => rates.map((rate) => `${x(rate)} ${y(value(rate))}`);
     const area = (upper, lower) => (rates.length ? `M${line(upper).join("L")}L${line(lower).reverse().join("L")}Z` : "");
@@ -59,12 +59,12 @@ export class Chart {
     const rates = [];
     let from = 0;
     for (let to = 1; to < points.length; to++) {
-      while (from < to - 1 && points[from + 1].wall <= points[to].wall - SMOOTH) from++;
-      const time = points[to].wall - points[from].wall;
+      while (from < to - 1 && points[from + 1].at <= points[to].at - SMOOTH) from++;
+      const time = points[to].at - points[from].at;
       const rate = (name) => (points[to][name] - points[from][name]) / time;
-      if (time > 0) rates.push({ wall: points[to].wall, out: rate("out"), useful: rate("useful"), orphaned: rate("orphaned") });
+      if (time > 0) rates.push({ at: points[to].at, out: rate("out"), useful: rate("useful"), orphaned: rate("orphaned") });
     }
-    return rates.filter((rate) => rate.wall >= points.at(-1).wall - MOST);
+    return rates.filter((rate) => rate.at >= points.at(-1).at - MOST);
   }
 
   #say(now, top, span) {
@@ -80,8 +80,8 @@ export class Chart {
       setText(entry.lastElementChild, value);
     });
     const said = shown.map(([, title, value]) => `${title} ${value}`).join(", ");
-    this.svg.setAttribute("aria-label", `Tokens a second of the last ${seconds(span)}; now ${said}`);
-    setText(this.scale, `The last ${seconds(span)}, rates over ${SMOOTH} s; full height ${count(top)} tokens/s.`);
+    this.svg.setAttribute("aria-label", `Tokens a second of the last ${count(span)} s; now ${said}`);
+    setText(this.scale, `The last ${count(span)} s, rates over ${SMOOTH} s; full height ${count(top)} tokens/s.`);
   }
 }
 

@@ -81,6 +81,7 @@ const sources = new Table(at("source-table"), "Sources", [
 ]);
 
 const chart = new Chart(at("chart"), at("legend"), at("chart-scale"));
+const TROUBLES = 8; // sentences that are shown: more of them nobody reads
 const ALL_WELL = { says: "No engine is in trouble and no hop leaks." };
 let last = null; // the newest answer
 let changed = 0; // when its beat was first seen, by this browser's clock
@@ -105,7 +106,9 @@ function show(now) {
 }
 
 function showTroubles(now) {
-  const troubles = now.troubles.length ? now.troubles : [ALL_WELL];
+  const troubles = now.troubles.length ? now.troubles.slice(0, TROUBLES) : [ALL_WELL];
+  const more = now.troubles.length - troubles.length;
+  if (more > 0) troubles.push({ says: `And ${count(more)} more: see the engines.`, runbook: "decision-matrix" });
   keep(at("troubles"), troubles, () => element("li", {}, element("span"), " ", element("a")), (line, { says, runbook }) => {
     const [sentence, link] = line.children;
     setClass(line, runbook ? "bad" : "");
@@ -150,7 +153,7 @@ function onThisPage(section) {
 
 function point(now) {
   const sum = (read) => now.engines.reduce((all, engine) => all + read(engine.tokens), 0);
-  return { beats: now.beats, wall: now.wall, out: sum((t) => t.out), useful: sum((t) => t.useful), orphaned: sum((t) => total(t.orphaned)) };
+  return { beats: now.beats, at: now.at, out: sum((t) => t.out), useful: sum((t) => t.useful), orphaned: sum((t) => total(t.orphaned)) };
 }
 
 async function ask(address) {

@@ -1,0 +1,108 @@
+"""Where ``tokengap top`` gets what it shows: from an exporter that runs, or from a beat of its own on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
+
+import aiohttp
+import msgspec
+
+from tokengap.config import Settings
+from tokengap.errors import SourceRefused, SourceTimeout, SourceUnusable
+from tokengap.logs import without_secrets
+from tokengap.serve import beating, find
+from tokengap.topology import Topology
+from tokengap.view import View
+from tokengap.web.history import History
+from tokengap.web.now import Now, Wanted, now
+
+#: Seconds that an exporter may take to answer.
+PATIENCE: Final = 5.0
+
+#: The first beat that tells something: one to see what is there, one to see what moves, one to be sure.
+SETTLED: Final = 3
+
+
+class Feed(Protocol):
+    """What is shown, and where it is from."""
+
+    name: str
+
+    async def now(self, want: Wanted) -> Now:
+        """Return what there is to show now. SourceError when there is nothing."""
+
+
+class Remote:
+    """An exporter that runs, at its URL."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession):
+        self.name = without_secrets(url)
+        self._url, self._session = url.rstrip("/") + "/api/now", session
+
+    async def now(self, want: Wanted) -> Now:
+        """Return what it shows now."""
+        query = [("sort", want.sort), ("top", str(want.top)), *(("client", client) for client in sorted(want.clients))]
+        try:
+            async with self._session.get(self._url, params=query) as answer:
+                body = await answer.read()
+        except TimeoutError as error:
+            raise SourceTimeout(f"{self.name} has not answered within {PATIENCE:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            number = error.os_error.errno or 0  # below 0 where the name does not resolve
+            why = os.strerror(number) if number > 0 else str(error.os_error.strerror or error.os_error)
+            raise SourceRefused(f"no exporter answers at {self.name}: {why.lower()}") from error
+        except aiohttp.ClientError as error:
+            raise SourceUnusable(f"{self.name} does not answer: {type(error).__name__}") from error
+        if answer.status == 503:
+            raise SourceUnusable(f"{self.name} says: {' '.join(body.decode(errors='replace').split())[:200]}")
+        try:
+            return msgspec.json.decode(body, type=Now)
+        except msgspec.DecodeError as error:
+            raise SourceUnusable(
+                f"{self.name} does not answer as an exporter of this version does (status {answer.status})"
+            ) from error
+
+
+class Alone:
+    """A beat of its own, as an exporter has it, that nobody else sees."""
+
+    def __init__(self, watched: Topology, *, show_addresses: bool) -> None:
+        self.name = "this host"
+        self._watched, self._show_addresses = watched, show_addresses
+        self._history = History()
+        self._view: View | None = None
+        self._settled = asyncio.Event()
+
+    async def publish(self, view: View) -> None:
+        """Take the view of a beat."""
+        self._view = view
+        self._history.add(view)
+        if view.beats >= SETTLED:
+            self._settled.set()
+
+    async def now(self, want: Wanted) -> Now:
+        """Return the newest beat, the first as soon as it tells something."""
+        await self._settled.wait()
+        assert self._view is not None
+        leaked = self._history.leaked()
+        return now(self._view, self._watched, leaked, want, show_addresses=self._show_addresses)
+
+
+@asynccontextmanager
+async def remote(url: str) -> AsyncIterator[Feed]:
+    """Ask an exporter while the block lasts."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)) as session:
+        yield Remote(url, session)
+
+
+@asynccontextmanager
+async def alone(settings: Settings) -> AsyncIterator[Feed]:
+    """Read this host while the block lasts. SettingsError where there is no engine."""
+    watched, _ = await find(settings)
+    feed = Alone(watched, show_addresses=settings.show_addresses)
+    async with beating(settings, watched, feed.publish):
+        yield feed

@@ -1,0 +1,210 @@
+"""`tokengap top` as it is run: over a pipe, for scripts, standing alone, and in a terminal (tmux) with keys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from series.example import rich_view
+from test_end_to_end import watched
+from tokengap.lab.batching import Knobs
+from tokengap.lab.parts import free_port
+from tokengap.lab.users import User, Visit
+from tokengap.series.render import render
+from tokengap.topology import Hop, Topology
+from tokengap.view import View
+from tokengap.web.now import Now
+from tokengap.web.routes import make_app
+from tokengap.web.server import Server
+from tokengap.web.serving import Serving
+
+pytestmark = pytest.mark.e2e
+
+TOP = (sys.executable, "-m", "tokengap", "top")
+
+
+@asynccontextmanager
+async def shown(view: View) -> AsyncIterator[tuple[Serving, str]]:
+    """An exporter that shows a view, and its address."""
+    watched = Topology(hops=(Hop("edge", (), ("admit",)), Hop("admit", (), ("worker",))))
+    serving = Serving(also=(), watched=watched)
+    serving.publish(view, render(view))
+    server = Server(make_app(serving))
+    await server.start("127.0.0.1", 0)
+    try:
+        yield serving, server.url
+    finally:
+        await server.stop()
+
+
+async def started(*arguments: str, **variables: str) -> asyncio.subprocess.Process:
+    """The command, with pipes for everything."""
+    pipe = asyncio.subprocess.PIPE
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | variables
+    return await asyncio.create_subprocess_exec(
+        *TOP, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
+    )
+
+
+async def ran(*arguments: str, **variables: str) -> tuple[int | None, str, str]:
+    """How the command ended and what it said."""
+    process = await started(*arguments, **variables)
+    async with asyncio.timeout(30):
+        out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_once_over_a_pipe():
+    """One screen of plain text, without colours, as wide as COLUMNS says or 120."""
+    async with shown(rich_view()) as (_, url):
+        code, out, err = await ran("--once", "--url", url)
+        assert (code, err) == (0, "")
+        assert "edge ▲ leaks: 1 held" in out
+        assert "\x1b" not in out
+        assert max(map(len, out.splitlines())) <= 120
+        _, narrow, _ = await ran("--once", "--url", url, "--client", "orphans", "--sort", "age", COLUMNS="50")
+        assert max(map(len, narrow.splitlines())) <= 50
+        assert "streams: 1; order: age; clients: orphans" in narrow
+        _, ascii_only, _ = await ran("--once", "--url", url, PYTHONIOENCODING="ascii")
+        assert "edge ? leaks: 1 held" in ascii_only
+
+
+async def test_json_for_scripts():
+    """The document of /api/now, one object a line; whatever reads may stop reading."""
+    async with shown(rich_view()) as (_, url):
+        code, out, err = await ran("--once", "--json", "--rows", "2", "--url", url)
+        assert (code, err) == (0, "")
+        told = msgspec.json.decode(out, type=Now)
+        assert [len(told.streams.rows), told.streams.matching] == [2, 4]
+        process = await started("--json", "--url", url)
+        for _ in range(2):
+            assert json.loads(await process.stdout.readline())["beats"] == 4321
+        process.stdout._transport.close()
+        async with asyncio.timeout(20):
+            assert (await process.stderr.read(), await process.wait()) == (b"", 0)
+
+
+async def test_what_cannot_be_shown_is_one_line():
+    """Nobody there, a page of somebody else, settings that exclude each other: what and where, and code 2."""
+    port = free_port()
+    refused = f"tokengap: no exporter answers at http://127.0.0.1:{port}: connection refused\n"
+    assert await ran("--once", "--url", f"http://127.0.0.1:{port}") == (2, "", refused)
+    assert await ran("--once", TOKENGAP_LISTEN=f"127.0.0.1:{port}") == (2, "", refused)
+    async with shown(rich_view()) as (serving, url):
+        serving.view = None
+        code, _, err = await ran("--once", "--url", url)
+        assert (code, err) == (2, f"tokengap: {url} says: the first beat is not done yet\n")
+        code, _, err = await ran("--once", "--url", f"{url}/elsewhere")
+        assert code == 2
+        assert err.endswith("does not answer as an exporter of this version does (status 404)\n")
+        code, _, err = await ran("--url", url, "--engine", "http://127.0.0.1:8000")
+        assert code == 2
+        assert "leave the others out" in err
+
+
+async def test_standing_alone_and_interrupted(tmp_path: Path):
+    """Without an exporter it reads this host itself, and sees what an exporter sees; Ctrl-C is a clean end."""
+    async with watched(tmp_path, Knobs()) as lab:
+        visit = asyncio.create_task(Visit(User("u", max_tokens=4000), lab.edge_port).run())
+        engine = f"worker=http://127.0.0.1:{lab.engine.part.ports[0]}"
+        process = await started("--json", "--engine", engine, "--hop", f"edge=127.0.0.1:{lab.edge_port}")
+        async with asyncio.timeout(30):
+            while not (told := json.loads(await process.stdout.readline()))["streams"]["rows"]:
+                pass
+            assert [row["client"] for row in told["streams"]["rows"]] == ["connected"]
+            visit.cancel()
+            while told["streams"]["clients"]["gone"] != 1:
+                told = json.loads(await process.stdout.readline())
+            process.send_signal(signal.SIGINT)
+            assert (await process.wait(), await process.stderr.read()) == (0, b"")
+        assert [hop["name"] for hop in told["hops"] if hop["leaks"]] == ["edge"]
+
+
+class Tmux:
+    """A terminal of tmux of its own, with a size."""
+
+    def __init__(self, socket: Path) -> None:
+        program = shutil.which("tmux")
+        assert program, "the test needs tmux: apt-get install -y --no-install-recommends tmux"
+        self._command = (program, "-S", str(socket), "-f", "/dev/null")
+
+    async def do(self, *arguments: str) -> str:
+        process = await asyncio.create_subprocess_exec(*self._command, *arguments, stdout=asyncio.subprocess.PIPE)
+        out, _ = await process.communicate()
+        assert process.returncode == 0, arguments
+        return out.decode()
+
+    async def press(self, key: str) -> None:
+        await self.do("send-keys", "-t", "top", key)
+
+    async def until(self, *words: str, without: str = "\0") -> str:
+        """Wait until all of it is on the screen, and return that."""
+        deadline = time.monotonic() + 30
+        while True:
+            screen = await self.do("capture-pane", "-p", "-t", "top")
+            if all(word in screen for word in words) and without not in screen:
+                return screen
+            assert time.monotonic() < deadline, f"{words} did not come, or {without!r} stayed:\n{screen}"
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def terminal(directory: Path, *arguments: str) -> AsyncIterator[Tmux]:
+    """The command in a terminal of 100 columns and 30 rows, typed into a shell that says how it ended."""
+    tmux = Tmux(directory / "tmux")
+    await tmux.do("new-session", "-d", "-s", "top", "-x", "100", "-y", "30", "sh")
+    try:
+        await tmux.press(" ".join((*TOP, *arguments)) + "; echo ended with $?\n")
+        yield tmux
+    finally:
+        await tmux.do("kill-server")
+
+
+@pytest.mark.long
+async def test_in_a_terminal(tmp_path: Path):
+    """Keys choose, the size is followed, what stops answering is said, and `q` leaves the terminal as it was."""
+    async with shown(rich_view()) as (serving, url), terminal(tmp_path, "--url", url) as tmux:
+        screen = await tmux.until("edge ▲ leaks", "order: cost; clients: all", "q quit")
+        assert len(screen.splitlines()) == 30
+        await tmux.press("a")
+        await tmux.until("order: age; clients: all")
+        await tmux.press("f")
+        await tmux.until("streams: 1; order: age; clients: orphans")
+        await tmux.press("p")
+        await tmux.until("paused: p goes on")
+        serving.publish(replace(rich_view(), beats=9999), serving.page)
+        await tmux.press("p")
+        await tmux.until("beat 9,999", "not known yet", without="paused")
+        await tmux.do("resize-window", "-t", "top", "-x", "44", "-y", "14")
+        screen = await tmux.until("q quit", "NOBODY'S", without="EVIDENCE")
+        assert max(map(len, screen.splitlines())) <= 44
+        await tmux.do("resize-window", "-t", "top", "-x", "120", "-y", "30")
+        view, serving.view = serving.view, None
+        await tmux.until("says: the first beat is not done yet; what is shown is the last it said")
+        serving.publish(view, serving.page)
+        await tmux.until("beat 9,999", without="not done yet")
+        await tmux.press("q")
+        screen = await tmux.until("ended with 0", without="▲")
+        await tmux.press("what is typed")
+        await tmux.until("what is typed")  # is shown again
+
+
+@pytest.mark.long
+async def test_ctrl_c_in_a_terminal(tmp_path: Path):
+    """Ends it, without a traceback."""
+    async with shown(rich_view()) as (_, url), terminal(tmp_path, "--url", url) as tmux:
+        await tmux.until("edge ▲ leaks")
+        await tmux.press("C-c")
+        assert "Traceback" not in await tmux.until("ended with 0", without="▲")
