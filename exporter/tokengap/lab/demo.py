@@ -113,7 +113,7 @@ WELCOME = """\
 tokengap watches {path}
 Passers-by ask for answers, four in ten leave before theirs is whole, and what leaks goes on without them.
 
-  {url}/            engines, hops and sources at one glance
+  {url}/            a live page: what leaks where, who waits for what; tokengap top is the same in a terminal
   {url}/metrics     the series; for a start:
       curl -s {url}/metrics | grep -E '^tokengap_(tokens|streams|queue_age)'
       tokengap_tokens_out_total         all that the engine generated

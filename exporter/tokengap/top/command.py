@@ -110,7 +110,7 @@ async def _top(opened: Any, console: Console, plan: Plan) -> None:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     with suppress(asyncio.CancelledError):
         async with opened as feed:
-            if plan.once or plan.as_json or not console.is_terminal:
+            if plan.once or plan.as_json or not sys.stdout.isatty() or console.is_dumb_terminal:
                 await _print(feed, console, plan)
             else:
                 await _Screen(feed, console, plan).show()
