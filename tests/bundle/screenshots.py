@@ -1,4 +1,4 @@
-"""``make screenshots``: the pictures of the README, from a lab under way and a real Prometheus.
+"""``make screenshots``: the pictures of the README, from a lab under way, a real Prometheus and a real browser.
 
 A calm, then many impatient people, who leave a gateway that reads on for them; the pictures are taken in the middle of
 that. Everything is as it is anywhere (the gateway, the exporter, Prometheus with the alert rules); only the engine and
@@ -20,6 +20,7 @@ from typing import Any, Final
 import aiohttp
 import click
 
+from browser import chromium, open_tab
 from bundle.panels import Span, panels, shown
 from bundle.pictures import Shown, draw
 from deployed import prometheus_config
@@ -45,6 +46,13 @@ SCRAPE: Final = 2.0
 PICTURES: Final[dict[str, tuple[str, ...] | None]] = {
     "oncall": ("Decide", "What rings", "The deadline", "Whom it serves"),
     "money": ("In the time shown", "Where it leaks", "What it costs"),
+}
+
+#: The live page: how wide and how high, and in which colours.
+PAGES: Final = {
+    "page": {"viewport": {"width": 1280, "height": 960}, "color_scheme": "light"},
+    "page-dark": {"viewport": {"width": 1280, "height": 960}, "color_scheme": "dark"},
+    "page-narrow": {"viewport": {"width": 360, "height": 960}, "color_scheme": "light"},
 }
 
 #: A GPU before anybody comes: what it draws then is its idle power.
@@ -110,10 +118,26 @@ async def _photograph(lasts: float, out: Path) -> None:
             begin = time.time()
             await beside(come(lasts), stage.guard())
             span = Span(begin + 5, time.time(), SCRAPE, SCRAPE)
+            await _photograph_page(exporter.url, out)
             for shot in await _shots(asked, span):
                 path = out / f"{shot.dashboard['uid'].removeprefix('tokengap-')}.png"
                 draw(shot, path, PICTURES[path.stem])
-                click.echo(f"{path}: {path.stat().st_size // 1024} KiB")
+                _say(path)
+
+
+async def _photograph_page(url: str, out: Path) -> None:
+    """Take pictures of the live page of an exporter, as a browser shows it."""
+    async with chromium() as browser:
+        for name, how in PAGES.items():
+            tab = await open_tab(browser, url, **how)
+            await tab.until("document.getElementById('beat').textContent.startsWith('live')")
+            path = out / f"{name}.png"
+            await tab.page.screenshot(path=path)
+            _say(path)
+
+
+def _say(path: Path) -> None:
+    click.echo(f"{path}: {path.stat().st_size // 1024} KiB")
 
 
 def _at_work(pid: int, rested: float) -> FakeGpu:
