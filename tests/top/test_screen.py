@@ -13,7 +13,6 @@ from series.example import rich_view, view_with
 from tokengap.top.screen import FILTERS, ORDER_KEYS, Rates, Shown, clean, frame, seconds
 from tokengap.topology import Endpoint, Hop, Topology
 from tokengap.view import Tokens, View
-from tokengap.web.history import Leaked
 from tokengap.web.now import ORDERS, Now, Wanted, now
 
 WATCHED = Topology(hops=(Hop("edge", (Endpoint(None, 8080),), ("admit",)), Hop("admit", (), ("worker",))))
@@ -23,7 +22,7 @@ WANT = Wanted(top=40)
 def shown(view: View, want: Wanted = WANT, **more: object) -> Shown:
     """A screen that has taken a view."""
     screen = Shown("http://proxy-3:10788", want, **more)
-    screen.take(now(view, WATCHED, Leaked(), want, show_addresses=False))
+    screen.take(now(view, WATCHED, {}, want, show_addresses=False))
     return screen
 
 
@@ -124,7 +123,7 @@ def at(beats: int, out: float, useful: float, lost: float) -> Now:
     """A beat with these totals."""
     engine = replace(rich_view().engines[0], tokens=Tokens(out, useful, {"edge": lost}))
     view = replace(rich_view(), engines=(engine,), beats=beats, at=1000.0 + beats)
-    return now(view, WATCHED, Leaked(), WANT, show_addresses=False)
+    return now(view, WATCHED, {}, WANT, show_addresses=False)
 
 
 def test_rates():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import aiohttp
 import msgspec
@@ -15,20 +17,20 @@ from tokengap.bundle.watches import watches
 from tokengap.series.render import render
 from tokengap.topology import Endpoint, Hop, Limits, Topology
 from tokengap.view import CLIENTS, SourceView, Tokens, View
-from tokengap.web.history import KEPT, LATELY, History, Leaked
+from tokengap.web.history import KEPT, STRETCH, STRETCHES, History
 from tokengap.web.now import BAD_STATES, LEAKING_SHARE, MOST, ORDERS, Now, Wanted, choose, now_json, wanted
 from tokengap.web.routes import make_app
 from tokengap.web.server import Server
 from tokengap.web.serving import Serving
 
 WATCHED = Topology(hops=(Hop("edge", (Endpoint(None, 8080),), ("admit",)), Hop("admit", (), ("worker",))))
-NOTHING = Leaked()
+NOTHING: Mapping[str, float] = MappingProxyType({})
 DEFAULT = Wanted()
 
 
-def told(view: View, leaked: Leaked = NOTHING, want: Wanted = DEFAULT, watched: Topology = WATCHED) -> Now:
+def told(view: View, lost: Mapping[str, float] = NOTHING, want: Wanted = DEFAULT, watched: Topology = WATCHED) -> Now:
     """What is told of a view, as it is read on the other side."""
-    return msgspec.json.decode(now_json(view, watched, leaked, want, show_addresses=False), type=Now)
+    return msgspec.json.decode(now_json(view, watched, lost, want, show_addresses=False), type=Now)
 
 
 def healthy() -> View:
@@ -62,7 +64,7 @@ def test_hops():
 def test_a_hop_leaks_without_a_socket():
     """An engine that goes on for nobody shows no socket: what it lost of the newest tokens says it, from 5 % on."""
     for share, leaks in ((LEAKING_SHARE - 0.001, False), (LEAKING_SHARE, True)):
-        now = told(healthy(), Leaked(1000.0, {"engine": 1000.0 * share}))
+        now = told(healthy(), {"engine": share})
         assert [hop.leaks for hop in now.hops] == [False, False, leaks]
         assert [trouble.runbook for trouble in now.troubles] == ["TokengapEngineIgnoresCancel"] * leaks
 
@@ -149,21 +151,33 @@ def test_the_answer_stays_small(streams: int):
     """However many streams there are, under 500 kB."""
     view = view_with(streams)
     view.streams["leaks_at"] = 0
-    assert len(now_json(view, WATCHED, NOTHING, Wanted(top=MOST), show_addresses=True)) < 500_000
+    assert len(now_json(view, WATCHED, {}, Wanted(top=MOST), show_addresses=True)) < 500_000
+
+
+def remembered(beats: int, lost: Callable[[int], float]) -> History:
+    """A history of so many beats of 100 tokens, of which the edge has lost so many after each."""
+    history = History()
+    for beat in range(beats):
+        engine = replace(healthy().engines[0], tokens=Tokens(100.0 * beat, 90.0 * beat, {"edge": lost(beat)}))
+        history.add(replace(healthy(), engines=(engine,), beats=beat))
+    return history
 
 
 def test_history():
-    """The newest points, and what hops lost over the newest beats."""
-    history = History()
-    assert history.leaked() == Leaked()
-    for beat in range(KEPT + 5):
-        engine = replace(healthy().engines[0], tokens=Tokens(100.0 * beat, 90.0 * beat, {"edge": 10.0 * beat}))
-        history.add(replace(healthy(), engines=(engine,), beats=beat))
-    points = msgspec.json.decode(history.json())
+    """The newest points, as totals."""
+    points = msgspec.json.decode(remembered(KEPT + 5, lambda beat: 10.0 * beat).json())
     assert [point["beats"] for point in points] == list(range(5, KEPT + 5))
-    assert points[-1]["out"] == 100.0 * (KEPT + 4)
-    assert history.leaked() == Leaked(100.0 * LATELY, {"edge": 10.0 * LATELY})
-    assert (history.leaked().share("edge"), history.leaked().share("admit")) == (0.1, 0.0)
+    assert (points[-1]["out"], points[-1]["orphaned"]) == (100.0 * (KEPT + 4), {"edge": 10.0 * (KEPT + 4)})
+
+
+def test_what_lasts():
+    """A hop that loses tokens stretch after stretch has lost that share; a burst, or too short a look, says nothing."""
+    enough = STRETCH * STRETCHES + 1
+    assert History().lost() == {}
+    assert remembered(enough - 1, lambda beat: 10.0 * beat).lost() == {}
+    assert remembered(enough, lambda beat: 10.0 * beat).lost() == {"edge": 0.1}
+    assert remembered(enough, lambda beat: 5000.0 if beat == enough - 5 else 0.0).lost()["edge"] <= 0.0
+    assert remembered(enough, lambda beat: 0.0 if beat < STRETCH else 10.0 * (beat - STRETCH)).lost() == {"edge": 0.0}
 
 
 async def test_over_http():

@@ -165,3 +165,23 @@ async def test_the_choice_of_streams(browser: Browser):
         assert set(await tab.page.evaluate(clients)) == {"stalled"}
         await tab.page.select_option("select[name=sort]", "age")
         await tab.until("document.querySelector('#stream-table tbody td').textContent === '20.0 s'")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("leaks", [True, False])
+async def test_an_engine_that_goes_on_for_nobody(browser: Browser, tmp_path: Path, leaks: bool):
+    """It shows no socket, and is marked all the same; one that ends what was left is not, however many leave."""
+    marked = "[...document.querySelectorAll('.hop.leaks h3')].map((name) => name.textContent)"
+    async with watched(tmp_path, Knobs(ignore_disconnects=leaks), leak=False) as lab:
+        tab = await loaded(browser, lab.exporter.url)
+        seen: set[str] = set()
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as visits:
+            number = 0
+            while time.monotonic() - began < 75 and "worker" not in seen:
+                leave_at = 1.0 if number % 2 else None
+                visits.create_task(Visit(User(f"u{number}", max_tokens=100, leave_at=leave_at), lab.edge_port).run())
+                number += 1
+                await asyncio.sleep(1.0)
+                seen.update(await tab.page.evaluate(marked))
+        assert seen == ({"worker"} if leaks else set())

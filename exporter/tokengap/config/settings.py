@@ -183,7 +183,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     currency: Annotated[Currency, "The currency of `gpu_hour_price`."] = Currency("USD")
     listen: Annotated[Listen, "Where the page is served."] = Listen(":10788")
     telemetry_path: Annotated[PagePath, "The path of the series."] = PagePath("/metrics")
-    show_addresses: Annotated[bool, "Show clients' addresses in `/api/streams`. They are masked otherwise."] = False
+    show_addresses: Annotated[
+        bool, "Show clients' addresses on the live page and in the JSON. They are masked otherwise."
+    ] = False
     log_level: Annotated[LogLevel, "Log from this level up, to standard error."] = LogLevel("info")
     log_format: Annotated[LogFormat, "One line of this form per event."] = LogFormat("logfmt")
 

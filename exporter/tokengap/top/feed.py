@@ -88,8 +88,8 @@ class Alone:
         """Return the newest beat, the first as soon as it tells something."""
         await self._settled.wait()
         assert self._view is not None
-        leaked = self._history.leaked()
-        return now(self._view, self._watched, leaked, want, show_addresses=self._show_addresses)
+        lost = self._history.lost()
+        return now(self._view, self._watched, lost, want, show_addresses=self._show_addresses)
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -14,8 +14,9 @@ from tokengap.view import View
 #: Points that are kept: five minutes of beats of a second.
 KEPT: Final = 300
 
-#: Beats that are "of late": long enough for a batch of tokens to show, short enough that a leak that ended is over.
-LATELY: Final = 10
+#: A stretch is so many beats: long enough for a batch of tokens to show. What lasts, lasts through so many stretches:
+#: the ledger may put a burst of tokens down to the wrong hop, and half a minute later it has not done so again.
+STRETCH, STRETCHES = 10, 3
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -26,18 +27,6 @@ class Point(msgspec.Struct, frozen=True):
     out: float
     useful: float
     orphaned: Mapping[str, float]  # by hop
-
-
-@dataclass(frozen=True, slots=True)
-class Leaked:
-    """What was generated of late, and what of it each hop lost."""
-
-    out: float = 0.0
-    orphaned: Mapping[str, float] | None = None
-
-    def share(self, hop: str) -> float:
-        """Return the part of it that this hop lost, 0 to 1."""
-        return (self.orphaned or {}).get(hop, 0.0) / self.out if self.out > 0 else 0.0
 
 
 class History:
@@ -56,14 +45,18 @@ class History:
         useful = sum(engine.tokens.useful for engine in view.engines)
         self._points.append(Point(view.beats, view.at, out, useful, orphaned))
 
-    def leaked(self) -> Leaked:
-        """Return what the newest beats show."""
-        if not self._points:
-            return Leaked()
-        new, old = self._points[-1], self._points[max(len(self._points) - 1 - LATELY, 0)]
-        lost = {hop: tokens - old.orphaned.get(hop, 0.0) for hop, tokens in new.orphaned.items()}
-        return Leaked(new.out - old.out, lost)
+    def lost(self) -> Mapping[str, float]:
+        """Return by hop the share of the newest tokens that it lost, 0 to 1: the least of the newest stretches."""
+        points = list(self._points)[-1::-STRETCH][: STRETCHES + 1]
+        if len(points) <= STRETCHES:
+            return {}
+        return {hop: min(_share(hop, old, new) for new, old in pairwise(points)) for hop in points[0].orphaned}
 
     def json(self) -> bytes:
         """Return ``/api/history``: the points, oldest first."""
         return msgspec.json.encode(list(self._points))
+
+
+def _share(hop: str, old: Point, new: Point) -> float:
+    out = new.out - old.out
+    return (new.orphaned.get(hop, 0.0) - old.orphaned.get(hop, 0.0)) / out if out > 0 else 0.0

@@ -33,7 +33,6 @@ from tokengap.view import (
     View,
 )
 from tokengap.web.api import StreamRow, plain, stream_rows
-from tokengap.web.history import Leaked
 
 #: The most streams in one answer: some 130 kB.
 MOST: Final = 500
@@ -48,8 +47,8 @@ BAD_STATES: Final[Mapping[EngineState, str]] = {
 #: The client states of orphans.
 ORPHANS: Final[tuple[Client, ...]] = ("vanished", "gone")
 
-#: The share of an engine's newest tokens that makes the hop which lost them one that leaks. Clients who leave a proxy
-#: that passes it on cost a few tokens each; one that does not costs all of the rest.
+#: The share of the newest tokens that makes the hop which lost them one that leaks, although no socket shows it.
+#: Clients who leave a proxy that passes it on cost a few tokens each; one that does not costs all of the rest.
 LEAKING_SHARE: Final = 0.05
 
 _CODES: Final = np.array([CLIENTS.index(client) for client in ORPHANS])
@@ -177,11 +176,11 @@ class Now(msgspec.Struct, frozen=True):
     price: Price | None
 
 
-def now(view: View, watched: Topology, leaked: Leaked, want: Wanted, *, show_addresses: bool) -> Now:
-    """Return what is to be shown of a view. ``leaked`` is what hops lost of late."""
+def now(view: View, watched: Topology, lost: Mapping[str, float], want: Wanted, *, show_addresses: bool) -> Now:
+    """Return what is to be shown of a view. ``lost``: by hop the share of the newest tokens that it lost."""
     table, matching = choose(view.streams, want)
     engines = [replace(engine, url=public_url(engine.url)) for engine in view.engines]
-    hops = list(_hops(view, watched, leaked))
+    hops = list(_hops(view, watched, lost))
     sources = [_source(source, view.gpus) for source in view.sources]
     return Now(
         version=__version__,
@@ -209,16 +208,16 @@ def now(view: View, watched: Topology, leaked: Leaked, want: Wanted, *, show_add
     )
 
 
-def now_json(view: View, watched: Topology, leaked: Leaked, want: Wanted, *, show_addresses: bool) -> bytes:
+def now_json(view: View, watched: Topology, lost: Mapping[str, float], want: Wanted, *, show_addresses: bool) -> bytes:
     """Return ``/api/now``."""
-    return msgspec.json.encode(now(view, watched, leaked, want, show_addresses=show_addresses), enc_hook=plain)
+    return msgspec.json.encode(now(view, watched, lost, want, show_addresses=show_addresses), enc_hook=plain)
 
 
 def _count(clients: NDArray[np.int8]) -> dict[Client, int]:
     return dict(zip(CLIENTS, np.bincount(clients, minlength=len(CLIENTS)).tolist(), strict=True))
 
 
-def _hops(view: View, watched: Topology, leaked: Leaked) -> Iterator[HopNow]:
+def _hops(view: View, watched: Topology, lost: Mapping[str, float]) -> Iterator[HopNow]:
     configured = {hop.name: hop for hop in watched.hops}
     for number, name in enumerate(view.hop_names):
         groups = [group for group in view.groups if group.hop == name]
@@ -233,7 +232,7 @@ def _hops(view: View, watched: Topology, leaked: Leaked) -> Iterator[HopNow]:
             oldest_orphan=max((group.age_max for group in groups if group.client in ORPHANS), default=0.0),
             leaking=leaking,
             orphaned=sum(engine.tokens.orphaned.get(name, 0.0) for engine in view.engines),
-            leaks=leaking > 0 or leaked.share(name) >= LEAKING_SHARE,
+            leaks=leaking > 0 or lost.get(name, 0.0) >= LEAKING_SHARE,
         )
 
 

@@ -123,7 +123,7 @@ class _Routes:
         make = partial(
             now_json,
             watched=serving.watched,
-            leaked=serving.history.leaked(),
+            lost=serving.history.lost(),
             want=want,
             show_addresses=serving.show_addresses,
         )

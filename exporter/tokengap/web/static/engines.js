@@ -49,6 +49,7 @@ function showGauge(gauge, { label, share, limit, bad, says }) {
   setText(value, says);
   setClass(value, bad ? "value bad" : "value");
   setClass(bar, bad ? "bar bad" : "bar");
+  bar.classList.toggle("none", share == null);
   bar.firstElementChild.style.width = `${100 * Math.min(Math.max(share ?? 0, 0), 1)}%`;
   bar.lastElementChild.hidden = limit == null;
   bar.lastElementChild.style.left = `calc(${100 * (limit ?? 0)}% - 2px)`;

@@ -39,7 +39,7 @@ function enginesColumn(engines, hop) {
   const [looks, leaks] = leak(hop);
   const rank = (engine) => (BAD_STATES.includes(engine.state) ? 0 : 1);
   const drawn = [...engines].sort((a, b) => rank(a) - rank(b)).slice(0, ENGINES_DRAWN);
-  const boxes = drawn.map((engine) => ({ name: engine.name, looks, lines: [engine.state, `${count(engine.running)} running`] }));
+  const boxes = drawn.map((engine) => ({ name: engine.name, looks, lines: [engine.state, `running: ${count(engine.running)}`] }));
   if (engines.length > drawn.length) boxes.push({ name: `and ${engines.length - drawn.length} more`, looks, lines: [] });
   const direct = Object.values(hop.clients).some(Boolean) ? `at the engine itself: ${people(hop.clients)}` : "";
   boxes.at(-1)?.lines.push(direct, leaks);
