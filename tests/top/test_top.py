@@ -101,19 +101,22 @@ async def test_json_for_scripts():
 async def test_what_cannot_be_shown_is_one_line():
     """Nobody there, a page of somebody else, settings that exclude each other: what and where, and code 2."""
     port = free_port()
-    refused = f"tokengap: no exporter answers at http://127.0.0.1:{port}: connection refused\n"
-    assert await ran("--once", "--url", f"http://127.0.0.1:{port}") == (2, "", refused)
-    assert await ran("--once", TOKENGAP_LISTEN=f"127.0.0.1:{port}") == (2, "", refused)
+    nobody = f"http://127.0.0.1:{port}"
     async with shown(rich_view()) as (serving, url):
         serving.view = None
-        code, _, err = await ran("--once", "--url", url)
-        assert (code, err) == (2, f"tokengap: {url} says: the first beat is not done yet\n")
-        code, _, err = await ran("--once", "--url", f"{url}/elsewhere")
-        assert code == 2
-        assert err.endswith("does not answer as an exporter of this version does (status 404)\n")
-        code, _, err = await ran("--url", url, "--engine", "http://127.0.0.1:8000")
-        assert code == 2
-        assert "leave the others out" in err
+        by_url, by_settings, early, elsewhere, both = await asyncio.gather(
+            ran("--once", "--url", nobody),
+            ran("--once", TOKENGAP_LISTEN=f"127.0.0.1:{port}"),
+            ran("--once", "--url", url),
+            ran("--once", "--url", f"{url}/elsewhere"),
+            ran("--url", url, "--engine", "http://127.0.0.1:8000"),
+        )
+    refused = (2, "", f"tokengap: no exporter answers at {nobody}: connection refused\n")
+    assert by_url == by_settings == refused
+    assert early == (2, "", f"tokengap: {url} says: the first beat is not done yet\n")
+    assert elsewhere[0] == both[0] == 2
+    assert elsewhere[2].endswith("does not answer as an exporter of this version does (status 404)\n")
+    assert "leave the others out" in both[2]
 
 
 @pytest.mark.long
