@@ -298,6 +298,22 @@ def test_traffic_from_elsewhere_does_not_hold_slots():
     assert one(Moved, known.read("e0", EnginePage(running=3.0, steps=10.0), 1.3, 1.4)).after is State.RELEASED
 
 
+@pytest.mark.parametrize(("came", "ended"), [(-0.1, 2.0), (-5.0, 0.1)], ids=["just came", "just ended"])
+def test_streams_that_come_and_go_around_a_page_do_not_pass_for_traffic_from_elsewhere(came, ended):
+    """Else the next slot that leaks would look drained."""
+    known = gate(has_page=True)
+    for asked_at in (10.0, 20.0, 30.0, 40.0, 50.0, 60.0):
+        stream, _ = known.arrive(asked_at + came, "interactive")
+        for at, tell in sorted({ended: "end", 0.2: "read"}.items()):
+            if tell == "end":
+                known.happened(stream, Event.FINISHED, asked_at + at)
+            else:
+                known.read("e0", EnginePage(running=1.0, steps=asked_at), asked_at, asked_at + at)
+    stream = cut(known, 100.0)
+    known.happened(stream, Event.UPSTREAM_CLOSED, 101.0)
+    assert known.read("e0", EnginePage(running=1.0, steps=9.0), 101.1, 101.2) == []
+
+
 def test_stale_gauges_do_not_hold_a_slot_for_ever():
     """A page that shows a request and no work for three seconds, with nobody of ours there, shows one that is gone."""
     known = gate(has_page=True)
