@@ -26,7 +26,7 @@ class Sign:
 
 
 class Classes:
-    """The classes there are, and their signs. The first sign that fits decides; a request without one is interactive."""
+    """The classes there are, and their signs. The first that fits decides; without one a request is interactive."""
 
     def __init__(self, known: Iterable[str], signs: Iterable[Sign] = ()) -> None:
         self._known = frozenset(known)

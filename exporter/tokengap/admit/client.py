@@ -6,8 +6,8 @@ A client that leaves is noticed at once, whatever is being done for it:
 * **FIN** says only that it sends no more. A half-closed client (``shutdown(SHUT_WR)``) reads on and is alive, while one
   that closed its socket answers whatever it is sent with RST. So it is *asked*, with bytes that a live client does not
   notice: before the answer's header by an interim response (RFC 9110, 15.2), in a chunked body by a leading zero of the
-  size of the next chunk (RFC 9112, 7.1: ``chunk-size = 1*HEXDIG``). In any other body the next bytes ask. HTTP/1.0 knows
-  neither, so there FIN means gone, as every proxy takes it.
+  size of the next chunk (RFC 9112, 7.1: ``chunk-size = 1*HEXDIG``). In any other body the next bytes ask. HTTP/1.0
+  knows neither, so there FIN means gone, as every proxy takes it.
 * **Vanished** (half-open): the rules of :mod:`tokengap.join.client`, on the ``tcp_info`` of its socket. While nothing
   is sent only the kernel's keep-alive can tell, which is set to half a minute.
 
@@ -46,6 +46,11 @@ LOOK_EVERY: Final = 0.5
 
 #: Unsent bytes that the kernel keeps for a slow reader. Its default is megabytes, which is minutes of tokens.
 UNSENT: Final = 64 * 1024
+
+#: Seconds after which a half-closed client is asked again; twice as many each time.
+ASK_AFTER: Final = 1.0
+#: Leading zeros that the size of a chunk may get.
+MOST_ZEROS: Final = 8
 
 #: Seconds that a connection which is to be closed waits for the acknowledgement of its answer.
 LINGER: Final = 5.0
@@ -147,6 +152,7 @@ class Client:
         self._asks = request.version >= HttpVersion11
         self._writer: AbstractStreamWriter | None = None
         self._asked = 0
+        self._ask_at, self._ask_after, self._zeros = 0.0, ASK_AFTER, 0
         self._complete = False
         self._acked = self._read_acked()
         self._before = self._acked + self._unacknowledged()
@@ -180,6 +186,7 @@ class Client:
             self.leave("rst")  # which cancels whoever writes
             await asyncio.sleep(0)
         self.delivery.wrote(tokens, self.written)
+        self._zeros = 0
 
     async def end(self, response: web.StreamResponse, tokens: int) -> None:
         """End the answer. Where the connection ends with it, wait until all is acknowledged: later is too late."""
@@ -209,14 +216,26 @@ class Client:
         if not self._asks:
             self.leave("fin")
             return
+        self._clients.await_reset(self, self._socket.fileno())
+        self.ask(time.monotonic())
+
+    def ask(self, now: float) -> None:
+        """Ask a half-closed client whether it is there, if it is time to: it may close its socket at any later time.
+
+        Ever less often, since a chunk's size may have so many digits: some readers take 16 (Go's net/http).
+        """
+        if now < self._ask_at or self._complete:
+            return
         question = b""
         if self._writer is None:
             question = _INTERIM
-        elif getattr(self._writer, "chunked", False):
+        elif getattr(self._writer, "chunked", False) and self._zeros < MOST_ZEROS:
             question = _LEADING_ZERO
+            self._zeros += 1
         self._asked += len(question)
         self._transport.write(question)
-        self._clients.await_reset(self, self._socket.fileno())
+        self._ask_at = now + self._ask_after
+        self._ask_after *= 2
 
     def leave(self, how: Left) -> None:
         """It has left: count what it took, say so, and drop the connection."""
@@ -343,6 +362,8 @@ class Clients:
                 client.leave("rst")
             elif state == VANISHED:
                 client.leave("vanished")
+            elif client.half_closed:
+                client.ask(now)
 
     def _reset(self) -> None:
         for number, _ in self._resets.poll(0):

@@ -52,9 +52,10 @@ CUT_SHARE = 0.75
 
 
 class Gateway:
-    """The gateway, listening. ``admission`` may be steered while it runs."""
+    """The gateway, listening at ``port``. ``admission`` may be steered while it runs."""
 
     def __init__(self, settings: Settings, house: House, engines: tuple[Engine, ...]) -> None:
+        self.port = 0
         self.admission = house.admission
         self._settings = settings
         self._house = house
@@ -93,10 +94,11 @@ class Gateway:
     async def publish(self) -> NoReturn:
         """Publish the page of series for ever."""
         while True:
-            await self._publish()
+            await self.publish_now()
             await asyncio.sleep(EVERY)
 
-    async def _publish(self) -> None:
+    async def publish_now(self) -> None:
+        """Publish what is known now."""
         now = time.monotonic()
         self._beats += 1
         gate = self.admission.gate.view(now)
@@ -170,7 +172,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Gateway]:
         built = Gateway(settings, house, watched.engines)
         for work in (clients.watch, house.admission.read_pages, built.publish):
             await stack.enter_async_context(_going_on(work()))
-        await stack.enter_async_context(_listening(built, settings.admit_listen))
+        built.port = await stack.enter_async_context(_listening(built, settings.admit_listen))
         yield built
         await built.stop()
 
@@ -191,7 +193,8 @@ async def _has_page(page: EngineSource) -> bool:
 
 
 @asynccontextmanager
-async def _listening(built: Gateway, listen: str) -> AsyncIterator[None]:
+async def _listening(built: Gateway, listen: str) -> AsyncIterator[int]:
+    """Listen while the block lasts; gives the port."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = ClientServer(
@@ -206,13 +209,19 @@ async def _listening(built: Gateway, listen: str) -> AsyncIterator[None]:
     await runner.setup()
     host, port = parse_listen(listen)
     try:
-        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+        await _start(runner, host, port)
+        port = runner.addresses[0][1]
         log.info("admitting", extra={"address": str(Endpoint(host, port))})
-        yield
-    except OSError as error:
-        raise SetupError(f"cannot listen on {Endpoint(host, port)}: {error.strerror or error}") from error
+        yield port
     finally:
         await runner.cleanup()
+
+
+async def _start(runner: web.ServerRunner, host: str | None, port: int) -> None:
+    try:
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+    except OSError as error:
+        raise SetupError(f"cannot listen on {Endpoint(host, port)}: {error.strerror or error}") from error
 
 
 def _policy(settings: Settings, rules: Mapping[str, Rule]) -> Policy:
