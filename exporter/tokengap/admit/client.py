@@ -79,13 +79,15 @@ class Connection(web.RequestHandler):
     """A connection of aiohttp's server that survives the end of the client's own side.
 
     ``clients`` are the requests on it that are at work, and those whose answer is not acknowledged yet.
+    ``half_closed``: FIN came.
     """
 
-    __slots__ = ("clients",)
+    __slots__ = ("clients", "half_closed")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.clients: list[Client] = []
+        self.half_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set what the kernel is to do for this connection."""
@@ -97,8 +99,9 @@ class Connection(web.RequestHandler):
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps a connection open for True
         """FIN came. Keep the connection while a request of it is at work."""
         idle = self._waiter is not None and not self._waiter.done()  # aiohttp's own test, see _process_keepalive
+        self.half_closed = True
         if not idle:
-            for client in self.clients:
+            for client in list(self.clients):
                 client.finished()
         return not idle
 
@@ -158,6 +161,11 @@ class Client:
         self._before = self._acked + self._unacknowledged()
         connection.clients.append(self)
         clients.add(self)
+
+    def attend(self) -> None:
+        """Begin to act on what it does. Its FIN may have come with its request."""
+        if self._connection.half_closed:
+            self.finished()
 
     # --- the answer -------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from tokengap.admit.delivery import Delivery
 from tokengap.admit.gate import Refuse
 from tokengap.admit.headers import FORWARDED_FOR, REQUEST_ID, passed, request_id, to_engine
 from tokengap.admit.states import Event
-from tokengap.admit.upstream import Request, Upstream, Upstreams
+from tokengap.admit.upstream import EngineAnswer, Request, Upstream, Upstreams
 from tokengap.admit.usage import Ask, Asked, EventStream, Passing, WholeAnswer, read_ask
 from tokengap.view import Client as ClientState
 from tokengap.view import Ending
@@ -139,6 +139,7 @@ class Exchange:
     async def run(self) -> Answer:
         """Do it. Returns the answer, sent. Raises CancelledError when the client left."""
         self._house.books.begin(self)
+        self.client.attend()
         try:
             return await self._forward()
         except Failed as failed:
@@ -251,7 +252,8 @@ class Exchange:
             log.warning("engine", extra={"engine": upstream.name, "id": self.id, "error": type(error).__name__})
             raise Failed(502, f"the engine {upstream.name} broke off", "upstream_error") from None
 
-    async def _pass_on(self, answer: aiohttp.ClientResponse, sees: Asked) -> Answer:
+    async def _pass_on(self, engine_answer: EngineAnswer, sees: Asked) -> Answer:
+        answer = engine_answer.response
         streamed = answer.content_type == EVENTS
         passing = self._passing = EventStream(sees) if streamed else WholeAnswer()
         headers = passed(answer.headers, but=("content-length",) if streamed else ())
@@ -260,7 +262,7 @@ class Exchange:
         self._status = answer.status
         await self.client.begin(self._request, response)
         try:
-            async for data in answer.content.iter_any():
+            async for data in engine_answer.pieces():
                 if going := passing.feed(data):
                     await self._write(going, passing.tokens)
         except (TimeoutError, aiohttp.ClientError) as error:

@@ -100,6 +100,7 @@ class Gateway:
     async def publish_now(self) -> None:
         """Publish what is known now."""
         now = time.monotonic()
+        self._house.clients.look(now)
         self._beats += 1
         gate = self.admission.gate.view(now)
         models = self.admission.models

@@ -59,6 +59,21 @@ class Request:
     asks: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """An answer, of which the header and the bytes ``begun`` were read."""
+
+    response: ClientResponse
+    begun: bytes = b""
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body as it comes."""
+        if self.begun:
+            yield self.begun
+        async for piece in self.response.content.iter_any():
+            yield piece
+
+
 class Upstreams:
     """All engines, and the connections to them."""
 
@@ -76,7 +91,7 @@ class Upstreams:
         return sorted(self._all.values(), key=lambda upstream: upstream.in_flight)
 
     @asynccontextmanager
-    async def send(self, upstream: Upstream, request: Request) -> AsyncIterator[ClientResponse]:
+    async def send(self, upstream: Upstream, request: Request) -> AsyncIterator[EngineAnswer]:
         """Send a request and give its answer, its header read. Where that is not read to its end it is cut off.
 
         Raises what aiohttp raises.
@@ -89,27 +104,25 @@ class Upstreams:
         finally:
             upstream.in_flight -= 1
             if answer is not None:
-                answer.close() if not answer.content.at_eof() else answer.release()
+                answer.response.close()  # of an answer read to its end the connection was given back already
 
-    async def _asked(self, upstream: Upstream, request: Request) -> ClientResponse:
+    async def _asked(self, upstream: Upstream, request: Request) -> EngineAnswer:
         """Send it with all the usage asked for that this engine tells."""
-        if not request.asks or upstream.asks == "nothing":
-            return await self._sent(upstream, request, request.body)
-        refused = None
-        for asked in ASKS[ASKS.index(upstream.asks) :]:
-            answer = await self._sent(
-                upstream, request, asking(request.body, asked) if asked != "nothing" else request.body
-            )
-            if answer.status < 400 or asked == "nothing":
-                if answer.status < 400:
-                    upstream.asks = asked
-                return answer
-            refused = await answer.content.read(_REFUSAL)
-            if not refuses_to_tell(answer.status, refused):
-                answer.content.unread_data(refused)
-                return answer
-            answer.close()
-        raise AssertionError("the last of ASKS asks for nothing")
+        if not request.asks:
+            return EngineAnswer(await self._sent(upstream, request, request.body))
+        for asked in ASKS[ASKS.index(upstream.asks) : -1]:
+            response = await self._sent(upstream, request, asking(request.body, asked))
+            if response.status < 400:
+                upstream.asks = asked
+                return EngineAnswer(response)
+            refused = await response.content.read(_REFUSAL)
+            if not refuses_to_tell(response.status, refused):
+                return EngineAnswer(response, refused)
+            response.close()
+        response = await self._sent(upstream, request, request.body)
+        if response.status < 400:
+            upstream.asks = "nothing"
+        return EngineAnswer(response)
 
     async def _sent(self, upstream: Upstream, request: Request, body: bytes) -> ClientResponse:
         return await self._session.request(
