@@ -13,7 +13,6 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -22,7 +21,8 @@ import click
 
 from tokengap import __version__, logs
 from tokengap.config import SETTINGS, Settings, load
-from tokengap.config.settings import Setting
+from tokengap.config.flags import options
+from tokengap.config.settings import OF_ADMIT
 from tokengap.errors import TokengapError
 
 
@@ -33,11 +33,12 @@ class Group(click.Group):
         "demo": "tokengap.lab.demo:demo",
         "health": "tokengap.health.command:health",
         "drill": "tokengap.lab.drill:drill",
+        "admit": "tokengap.admit.command:admit",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return all names, in the order of a newcomer's needs."""
-        return ["demo", "serve", "health", "drill", "doctor"]
+        return ["demo", "serve", "health", "drill", "admit", "doctor"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command, importing its module if need be."""
@@ -87,33 +88,8 @@ SELECTION = (
 )
 
 
-def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the flags of these settings, or of all, and --config."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for setting in reversed(SETTINGS):
-            if not keys or setting.key in keys:
-                command = _option(setting)(command)
-        file = click.Path(path_type=Path)
-        return click.option("--config", "--config.file", "config", type=file, help="A YAML file of settings.")(command)
-
-    return decorate
-
-
-def _option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return one setting as a flag. What it may look like is the settings' business, so click takes any text."""
-    meaning = setting.shape.meaning.replace("`", "")
-    if setting.shape.many:
-        return click.option(*setting.flags, setting.key, multiple=True, metavar=setting.metavar, help=meaning)
-    meaning = f"{meaning}  [default: {setting.default}]"
-    if setting.default in ("true", "false"):
-        (flag, *_), off = setting.flags, f"--no-{setting.flags[0].removeprefix('--')}"
-        return click.option(f"{flag}/{off}", setting.key, default=None, help=meaning)
-    return click.option(*setting.flags, setting.key, metavar=setting.metavar, help=meaning)
-
-
 @main.command()
-@options()
+@options(*(setting.key for setting in SETTINGS if setting.key not in OF_ADMIT))
 def serve(config: Path | None, **flags: Any) -> None:
     """Watch engines and hops, and serve the joined series to Prometheus."""
     # Until the loop takes both signals they raise KeyboardInterrupt: asked to stop while it starts, it has stopped.

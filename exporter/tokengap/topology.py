@@ -14,6 +14,9 @@ from typing import Literal
 #: The class of a stream that says nothing else: a person is waiting for it.
 INTERACTIVE = "interactive"
 
+#: The class of a stream that nobody waits for. The gateway has it also where no setting names it, without a deadline.
+BATCH = "batch"
+
 #: The name under which an engine itself appears as a hop: clients that connect to it directly, and requests it still
 #: runs although no socket is open for them.
 ENGINE_HOP = "engine"

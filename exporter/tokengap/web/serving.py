@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import ProcessCollector
 from prometheus_client.registry import Collector
 
+from tokengap.series import SERIES
+from tokengap.series.declare import Series
 from tokengap.series.render import Page, render
 from tokengap.view import View
 
@@ -17,7 +19,8 @@ class Serving:
 
     ``telemetry_path`` is where the page of series is served. ``show_addresses`` shows clients' addresses in full in
     ``/api/streams``; by default they are masked. ``also`` are collectors whose families follow ours on the page; by
-    default what the kernel says of this process (``process_*``). ``limit`` is how many requests are answered at once.
+    default what the kernel says of this process (``process_*``). ``series`` are those on
+    the page. ``limit`` is how many requests are answered at once.
 
     To be used from one event loop. View and page change together, so no request sees halves of two beats.
     """
@@ -29,10 +32,12 @@ class Serving:
         show_addresses: bool = False,
         limit: int = 40,
         also: Iterable[Collector] | None = None,
+        series: Sequence[Series] = SERIES,
     ):
         self.telemetry_path = telemetry_path
         self.show_addresses = show_addresses
         self.limit = limit
+        self.series = series
         self.also = (ProcessCollector(registry=None),) if also is None else tuple(also)
         self.view: View | None = None
         self.page: Page | None = None
@@ -45,7 +50,7 @@ class Serving:
 
     async def render_and_publish(self, view: View) -> None:
         """Render the page of ``view`` in a worker thread, so that scrapes go on meanwhile, then publish both."""
-        self.publish(view, await asyncio.to_thread(render, view, self.also))
+        self.publish(view, await asyncio.to_thread(render, view, self.also, self.series))
 
     async def once_a_view(self, key: str, make: Callable[[View], bytes]) -> bytes:
         """Return ``make(view)`` for the newest view, made in a worker thread and at most once a view.

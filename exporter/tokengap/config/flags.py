@@ -1,0 +1,36 @@
+"""Settings as flags of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tokengap.config.settings import SETTINGS, Setting
+
+
+def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the flags of these settings, and --config."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for setting in reversed(SETTINGS):
+            if setting.key in keys:
+                command = _option(setting)(command)
+        file = click.Path(path_type=Path)
+        return click.option("--config", "--config.file", "config", type=file, help="A YAML file of settings.")(command)
+
+    return decorate
+
+
+def _option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return one setting as a flag. What it may look like is the settings' business, so click takes any text."""
+    meaning = setting.shape.meaning.replace("`", "")
+    if setting.shape.many:
+        return click.option(*setting.flags, setting.key, multiple=True, metavar=setting.metavar, help=meaning)
+    meaning = f"{meaning}  [default: {setting.default}]"
+    if setting.default in ("true", "false"):
+        (flag, *_), off = setting.flags, f"--no-{setting.flags[0].removeprefix('--')}"
+        return click.option(f"{flag}/{off}", setting.key, default=None, help=meaning)
+    return click.option(*setting.flags, setting.key, metavar=setting.metavar, help=meaning)
