@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import select
 import socket
 import struct
@@ -32,11 +33,14 @@ from aiohttp.abc import AbstractStreamWriter
 from numpy.typing import NDArray
 
 from tokengap.admit.delivery import Delivery
+from tokengap.admit.failed import Failed
 from tokengap.join.client import VANISHED, Downstream, client_states
 from tokengap.readings import CLOSE, ESTABLISHED, SOCKET, TIMER_NONE, TIMER_PROBE, TIMER_RETRANSMIT, SocketTable
 from tokengap.sources.sock_diag import TCP_INFO_FIELDS
 from tokengap.view import CLIENTS
 from tokengap.view import Client as ClientState
+
+log = logging.getLogger(__name__)
 
 #: How a client left.
 Left: TypeAlias = Literal["fin", "rst", "vanished", "closed"]
@@ -104,6 +108,26 @@ class Connection(web.RequestHandler):
             for client in list(self.clients):
                 client.finished()
         return not idle
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002 - quotes what was sent, which may be a key
+    ) -> web.StreamResponse:
+        """Answer what is no request, or what our own mistake left without an answer. Nothing that was sent is shown."""
+        if status < 500:
+            log.info("no request", extra={"client": request.remote, "why": type(exc).__name__})
+            failed = Failed(status, "this is no request", "invalid_request_error")
+        else:
+            log.error("a bug", exc_info=exc)
+            failed = Failed(500, "the gateway has failed", "internal_error")
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun")
+        response = web.Response(status=failed.status, body=failed.body, headers=failed.headers)
+        response.force_close()
+        return response
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Tell the requests, while the socket can still be read."""
@@ -181,8 +205,6 @@ class Client:
 
     async def begin(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Send the header of the answer."""
-        if self.half_closed:
-            response.force_close()
         self._writer = await response.prepare(request)
 
     async def write(self, data: bytes, tokens: int) -> None:
@@ -198,6 +220,8 @@ class Client:
 
     async def end(self, response: web.StreamResponse, tokens: int) -> None:
         """End the answer. Where the connection ends with it, wait until all is acknowledged: later is too late."""
+        if self.half_closed:
+            response.force_close()
         await response.write_eof()
         self.delivery.wrote(tokens, self.written)
         self._complete = True

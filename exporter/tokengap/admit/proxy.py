@@ -12,7 +12,6 @@ from typing import Final, TypeAlias
 from urllib.parse import unquote
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from tokengap.admit.admission import Admission, Seat
@@ -20,6 +19,7 @@ from tokengap.admit.books import Books
 from tokengap.admit.classes import Classes
 from tokengap.admit.client import Client, Clients, Left
 from tokengap.admit.delivery import Delivery
+from tokengap.admit.failed import Failed
 from tokengap.admit.gate import Refuse
 from tokengap.admit.headers import FORWARDED_FOR, REQUEST_ID, passed, request_id, to_engine
 from tokengap.admit.states import Event
@@ -41,22 +41,6 @@ EVENTS: Final = "text/event-stream"
 BODY_WITHIN: Final = 60.0
 
 Answer: TypeAlias = web.StreamResponse
-
-
-class Failed(Exception):
-    """The answer is an error of this proxy: ``status``, and in words what is wrong."""
-
-    def __init__(self, status: int, why: str, kind: str = "proxy_error", retry_after: int | None = None) -> None:
-        super().__init__(why)
-        self.status = status
-        self.kind = kind
-        self.retry_after = retry_after
-
-    @property
-    def body(self) -> bytes:
-        """The error as OpenAI's API writes errors."""
-        error = {"message": str(self), "type": self.kind, "param": None, "code": self.status}
-        return msgspec.json.encode({"error": error})
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +159,7 @@ class Exchange:
         self._house.admission.engine_is(upstream.name, up=False)
         self._seat.happened(Event.UPSTREAM_CLOSED)
         self._house.admission.left(self._seat)
-        self._seat = None
+        self._seat, self.engine = None, ""
 
     async def _admitted(self, key: Hashable) -> Upstream:
         """Wait for a slot."""
@@ -197,6 +181,8 @@ class Exchange:
     # --- the request ------------------------------------------------------------------------------------------------
 
     async def _body(self) -> bytes:
+        if (self._request.content_length or 0) > self._request.client_max_size:
+            raise self._too_large()
         if self._request.headers.get("Expect", "").lower() == "100-continue":
             self.client.go_on()
         try:
@@ -205,9 +191,12 @@ class Exchange:
         except TimeoutError:
             raise Failed(408, f"the body did not arrive within {BODY_WITHIN:g} s") from None
         except web.HTTPRequestEntityTooLarge:
-            raise Failed(413, f"the body is larger than {self._request.client_max_size} bytes") from None
+            raise self._too_large() from None
         except web.RequestPayloadError:
             raise Failed(400, "the body is broken") from None
+
+    def _too_large(self) -> Failed:
+        return Failed(413, f"the body is larger than {self._request.client_max_size} bytes")
 
     def _going(self, body: bytes, generates: bool) -> Request:
         headers = self._request.headers
@@ -299,17 +288,14 @@ class Exchange:
             self.client.drop()
             raise ConnectionResetError
         await self.client.write(b"data: " + failed.body + b"\n\ndata: [DONE]\n\n", self._passing.tokens)
-        self._response.force_close()
         await self.client.end(self._response, self._passing.tokens)
         return self._response
 
     async def _refuse(self, failed: Failed) -> Answer:
         """Answer with an error."""
         self._status = failed.status
-        headers = {REQUEST_ID: self.id, "Content-Type": "application/json", "Server": "tokengap"}
-        if failed.retry_after is not None:
-            headers["Retry-After"] = str(failed.retry_after)
-        response = web.StreamResponse(status=failed.status, headers=headers)
+        response = web.StreamResponse(status=failed.status, headers=failed.headers)
+        response.headers[REQUEST_ID] = self.id
         response.content_length = len(failed.body)
         if failed.status in (408, 413, 400):
             response.force_close()
