@@ -333,6 +333,11 @@ class Gate:
         self._decisions: Counter[tuple[str, Decision]] = Counter()
         self._moves: Counter[tuple[State, Event, State]] = Counter()
 
+    @property
+    def mode(self) -> Mode:
+        """The mode it is in."""
+        return self._mode
+
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def arrive(self, now: float, klass: str, *, key: Hashable | None = None) -> tuple[int, Effects]:
