@@ -1,7 +1,8 @@
 """Steering a gateway while it runs, by a command and over a unix socket.
 
-Who it was is said by the kernel (``SO_PEERCRED``), not by the caller. The socket is its owner's alone; another user than
-its owner or root is refused all the same. Of a SIGHUP, which reads the settings again, Python is not told the sender.
+Who it was is said by the kernel (``SO_PEERCRED``), not by the caller. The socket is its owner's alone; another user
+than its owner or root is refused all the same. Of a SIGHUP, which reads the settings again, Python is not told the
+sender.
 """
 
 from __future__ import annotations
