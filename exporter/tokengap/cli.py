@@ -117,15 +117,46 @@ async def _serve(settings: Settings) -> None:
     await serve_until(settings, asked_to_stop)
 
 
-@main.command()
+@main.group(invoke_without_command=True)
 @options(*SELECTION)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(as_json: bool, config: Path | None, **flags: Any) -> None:
+@click.pass_context
+def doctor(context: click.Context, /, as_json: bool, config: Path | None, **flags: Any) -> None:
     """Say what this host allows, what will be used, and what to do about the rest. Exit 1 if something needs you."""
+    if context.invoked_subcommand is not None:
+        return
     settings = load(config, os.environ, flags)
     from tokengap import doctor as examination  # not at the top: serving needs none of it
 
     findings = asyncio.run(_examine(settings))
+    if as_json:
+        click.echo(examination.as_json(findings))
+    else:
+        examination.print_findings(findings, sys.stdout)
+    sys.exit(0 if examination.healthy(findings) else 1)
+
+
+@doctor.command()
+@click.option("--url", required=True, help="Where clients call: the outermost proxy, or the engine itself.")
+@click.option("--engine", required=True, metavar="URL", help="The engine behind it, whose /metrics is watched.")
+@click.option("--early", is_flag=True, help="Leave before the first token, not in mid-answer.")
+@click.option("--stream/--no-stream", default=True, show_default=True, help="How the answer is asked for.")
+@click.option("--max-tokens", type=click.IntRange(10), default=2000, show_default=True, help="Of the answer.")
+@click.option("--within", type=click.FloatRange(1, 600), default=30.0, show_default=True, help="Seconds to watch.")
+@click.option("--model", default="", help="To ask for. The engine's first by default.")
+@click.option("--force", is_flag=True, help="Also where the engine has work.")
+@click.option("--json", "as_json", is_flag=True, help="Print the finding as JSON.")
+def cancel(as_json: bool, url: str, engine: str, early: bool, **plan: Any) -> None:
+    """Send one stream, leave, and watch whether the engine is told. It generates; exit 1 if nobody cancels.
+
+    An API key is taken from TOKENGAP_API_KEY.
+    """
+    from tokengap import doctor as examination  # not at the top: serving needs none of it
+    from tokengap import doctor_cancel
+
+    key = os.environ.get("TOKENGAP_API_KEY", "")
+    asked = doctor_cancel.Plan(url, engine, "early" if early else "streaming", key=key, **plan)
+    findings = [asyncio.run(doctor_cancel.examine(asked))]
     if as_json:
         click.echo(examination.as_json(findings))
     else:

@@ -170,6 +170,14 @@ class EnginePage:
         """Requests in the engine: running plus waiting, of which what is not on the page counts as none."""
         return (self.running or 0.0) + (self.waiting or 0.0)
 
+    @property
+    def done(self) -> tuple[float | None, ...]:
+        """What moves while the engine works: where two pages have the same, it did nothing in between."""
+        return (
+            *(self.generation_tokens, self.prompt_tokens, self.first_tokens, self.steps, self.step_tokens),
+            *(self.work, self.preemptions, self.finished, self.kv_usage),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessTable:

@@ -221,14 +221,14 @@ class _Stream:
 @dataclass(slots=True)
 class _Engine:
     """``streams``: those that hold a slot. ``ended``: when the last of them were released. ``others``: requests it had
-    that are not ours, in the last reads. ``moved_at``: since when its page shows the same ``work`` done."""
+    that are not ours, in the last reads. ``moved_at``: since when its page shows the same work ``done``."""
 
     of: EngineSlots
     up: bool = True
     streams: dict[int, _Stream] = field(default_factory=dict)
     ended: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
     others: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_OF))
-    work: tuple[object, ...] = ()
+    done: tuple[float | None, ...] = ()
     moved_at: float = 0.0
 
     @property
@@ -247,19 +247,8 @@ class _Engine:
 
     def note_work(self, page: EnginePage, now: float) -> None:
         """Remember when it last moved."""
-        work = (
-            page.generation_tokens,
-            page.prompt_tokens,
-            page.first_tokens,
-            page.steps,
-            page.step_tokens,
-            page.work,
-            page.preemptions,
-            page.finished,
-            page.kv_usage,
-        )
-        if work != self.work:
-            self.work, self.moved_at = work, now
+        if page.done != self.done:
+            self.done, self.moved_at = page.done, now
 
     def is_still(self, page: EnginePage, now: float) -> bool:
         """Tell whether it shows requests that it does not work on."""
