@@ -47,7 +47,7 @@ def test_what_a_trial_means(trial: Trial, level: str, found: str, advice: str):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("leak", [False, True], ids=["cancels", "leaks"])
 async def test_a_gateway_is_found_out(leave, stream, leak):
-    """One that passes the leaving on and one that reads to the end; streamed or not, before the first token or after."""
+    """One that passes the leaving on and one that reads to the end; streamed or not, before a token or after."""
     async with engine(rate=200, prefill_rate=200) as worker, gateway(worker, leak=leak) as edge:
         plan = Plan(at(edge), at(worker), leave, stream, max_tokens=300)
         finding = await examine(plan)
