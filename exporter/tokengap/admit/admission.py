@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from typing import NoReturn, TypeAlias
 
-from tokengap.admit.gate import Cancel, CloseUpstream, Effect, Gate, Mode, Moved, Refuse, Start
+from tokengap.admit.gate import Cancel, CloseUpstream, Effect, Gate, Mode, Moved, Refuse, Rule, Start
 from tokengap.admit.states import Event
 from tokengap.errors import SourceError, SourceRefused
 from tokengap.sources.engine import EngineSource
@@ -82,6 +82,10 @@ class Admission:
     def set_mode(self, mode: Mode) -> None:
         """Switch the mode."""
         self._do(self.gate.set_mode(mode, time.monotonic()))
+
+    def set_rules(self, rules: Mapping[str, Rule]) -> None:
+        """Set cuts and deadlines anew."""
+        self._do(self.gate.set_rules(rules, time.monotonic()))
 
     def close(self) -> None:
         """Admit nobody from now on."""

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tokengap import logs
+from tokengap.admit.control import Order, tell, usual_path
 from tokengap.admit.service import serve
 from tokengap.config import Settings, load
 from tokengap.config.flags import options
 from tokengap.config.settings import OF_ADMIT
+from tokengap.view import MODES, AdmitMode
+from tokengap.web.server import parse_listen
 
 #: The settings that it shares with the exporter.
 SHARED = ("engines", "slots", "deadline", "age_cut", "classes", "log_level", "log_format")
@@ -30,13 +36,30 @@ def admit(context: click.Context, /, config: Path | None, **flags: Any) -> None:
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the loop takes both
     with suppress(KeyboardInterrupt):
-        settings = load(config, os.environ, flags)
+        again = partial(load, config, os.environ, flags)
+        settings = again()
         logs.configure(settings.log_level, settings.log_format)
-        asyncio.run(_serve(settings))
+        asyncio.run(_serve(settings, again))
 
 
-async def _serve(settings: Settings) -> None:
-    asked_to_stop = asyncio.Event()
+@admit.command("mode")
+@click.argument("wanted", type=click.Choice(MODES), required=False)
+@click.option("--why", default="", help="Is logged with who and when.")
+@options("admit_listen", "admit_control")
+def set_mode(wanted: AdmitMode | None, why: str, config: Path | None, **flags: Any) -> None:
+    """Say how a running gateway decides, or switch it: age, or busy (the state to roll back to). Drops no stream."""
+    settings = load(config, os.environ, flags)
+    _, port = parse_listen(settings.admit_listen)
+    standing = tell(Path(settings.admit_control or usual_path(port)), Order(wanted, why))
+    line = f"mode {standing.mode}"
+    if standing.by:
+        when = datetime.fromtimestamp(standing.at).astimezone().isoformat(timespec="seconds")
+        line += f", before {standing.was}; set {when} by {standing.by}: {standing.why or 'not said why'}"
+    click.echo(line)
+
+
+async def _serve(settings: Settings, again: Callable[[], Settings]) -> None:
+    asked_to_stop, hangup = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
         if asked_to_stop.is_set():
@@ -45,4 +68,5 @@ async def _serve(settings: Settings) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    await serve(settings, asked_to_stop)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+    await serve(settings, asked_to_stop, hangup, again)

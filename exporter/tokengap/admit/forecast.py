@@ -15,11 +15,13 @@ renewal function of a delayed renewal process; D. R. Cox, "Renewal Theory", 1962
 with ``f`` the measured distribution of durations. Conditioning on the age is what free slots alone do not tell: it is
 the mean-residual-life idea, and a stream that has outlived the others is not due any moment.
 
-A request with ``k`` ahead of it starts at release ``k + 1``. Its expected start is where ``N`` passes ``k + 1/2``: the
-median of the start for one slot and regular streams, and within some percent of the mean for many slots. (To take each
-stream's mean residual life instead, as in the usual estimate from the length of the queue, is wrong for many slots:
-the first of 64 to end does not take a mean duration. See R. Ibrahim and W. Whitt, "Real-time delay estimation based on
-delay history", 2009, for how estimates from queue length compare.)
+A request with ``k`` ahead of it starts at release ``k + 1``. Its expected start is where ``N`` passes ``k + 1/2``, the
+middle of what happens (the tests play queues out and compare). Not before the first release of all, though: half of the
+time that has come where the streams that hold a slot now are expected to release ``c (1 - 2^(-1/c))`` of ``c`` slots.
+
+To take each stream's mean residual life instead, as in the usual estimate from the length of the queue, is wrong for
+many slots: the first of 64 to end does not take a mean duration (for estimates from queue length see R. Ibrahim and
+W. Whitt, "Real-time delay estimation based on delay history", 2009).
 
 What is not known
 -----------------
@@ -42,7 +44,7 @@ from numpy.typing import NDArray
 
 #: Durations remembered per class.
 WINDOW = 200
-#: Steps of time in which durations are counted.
+#: Steps of time in which durations are counted; a power of two.
 CELLS = 128
 
 _Cells = NDArray[np.float64]
@@ -79,13 +81,16 @@ class Occupied:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The expected number of slot releases from an instant on.
+    """The releases of slots to expect from an instant on.
 
-    ``releases`` at the ends of steps of ``step`` seconds, the first at 0; afterwards ``rate`` a second.
+    ``first`` and ``all``: how many by the ends of steps of ``step`` seconds, the first at 0; ``first`` counts only
+    those of streams that hold a slot now. After the last step ``rate`` a second. ``slots`` are those that are counted.
     """
 
     step: float
-    releases: _Cells
+    first: _Cells
+    all: _Cells
+    slots: int
     rate: float
 
     def start(self, ahead: float) -> float:
@@ -93,14 +98,18 @@ class Forecast:
 
         Infinite where no slot is ever expected to be released.
         """
-        due = ahead + 0.5
-        last = float(self.releases[-1])
-        if due > last:
-            return self.step * (CELLS - 1) + (due - last) / self.rate if self.rate > 0 else float("inf")
-        if due <= self.releases[0]:
+        if not self.slots:
+            return float("inf")
+        first_of_all = self.slots * (1 - 0.5 ** (1 / self.slots))
+        return max(self._when(self.first, first_of_all), self._when(self.all, ahead + 0.5))
+
+    def _when(self, releases: _Cells, due: float) -> float:
+        if due <= releases[0]:
             return 0.0
+        if due > releases[-1]:
+            return self.step * (CELLS - 1) + (due - float(releases[-1])) / self.rate
         # What is counted at the end of a step happened around it: half a step on either side.
-        return float(np.interp(due, self.releases, (np.arange(CELLS) + 0.5) * self.step))
+        return float(np.interp(due, releases, (np.arange(CELLS) + 0.5) * self.step))
 
 
 def forecast(occupied: Iterable[Occupied], free: int, next_ones: Sequence[float], horizon: float) -> Forecast | None:
@@ -120,8 +129,8 @@ def forecast(occupied: Iterable[Occupied], free: int, next_ones: Sequence[float]
         released += _residual(kind, step)
     renewals = _renewals(_spread(next_ones, step) / len(next_ones))
     slots = free + sum(len(kind.ages) for kind in taken)
-    rate = slots / mean if mean > 0 else float("inf")
-    return Forecast(step, np.cumsum(np.convolve(released, renewals)[:CELLS]), rate)
+    every = np.convolve(released, renewals)[:CELLS]
+    return Forecast(step, np.cumsum(released), np.cumsum(every), slots, slots / max(mean, step))
 
 
 def _spread(seconds: Sequence[float] | _Cells, step: float) -> _Cells:
@@ -131,41 +140,30 @@ def _spread(seconds: Sequence[float] | _Cells, step: float) -> _Cells:
     where = where[where < CELLS - 1]
     below = where.astype(np.intp)
     part = where - below
-    cells: _Cells = np.bincount(below, 1 - part, CELLS) + np.bincount(below + 1, part, CELLS)
+    cells = np.zeros(CELLS)
+    np.add.at(cells, below, 1 - part)
+    np.add.at(cells, below + 1, part)
     return cells
 
 
 def _residual(kind: Occupied, step: float) -> _Cells:
     """Return how many of these slots are expected to be released in each step."""
     ages = np.asarray(kind.ages, dtype=np.float64)
-    if not len(ages):
-        return np.zeros(CELLS)
-    known = np.sort(np.asarray(kind.known, dtype=np.float64))
-    outlived = len(known) - np.searchsorted(known, ages, side="right") == 0
-    return _of_ages(known, ages[~outlived], step) + _half_way(ages[outlived], step)
+    longest = max(kind.known, default=0.0)
+    return _like_those_known(kind.known, ages[ages < longest], step) + _half_way(ages[ages >= longest], step)
 
 
-def _of_ages(known: _Cells, ages: _Cells, step: float) -> _Cells:
+def _like_those_known(known: Sequence[float], ages: _Cells, step: float) -> _Cells:
     """Return the releases of streams of these ages, each like one of those known that lived longer."""
-    released = np.zeros(CELLS)
-    for age in _few(ages, step):
-        longer = known[known > age.at]
-        released += age.count * _spread(longer - age.at, step) / len(longer)
+    lives, at = _spread(known, step), _spread(ages, step)
+    longer = len(known) - np.cumsum(lives)
+    some = longer > 1e-6
+    each = np.divide(at, longer, out=np.zeros(CELLS), where=some)
+    released: _Cells = np.correlate(lives, each, "full")[
+        CELLS - 1 :
+    ]  # at t: the sum over ages of each * lives[age + t]
+    released[0] = at[~some].sum()
     return released
-
-
-@dataclass(frozen=True, slots=True)
-class _Age:
-    at: float
-    count: int
-
-
-def _few(ages: _Cells, step: float) -> Iterable[_Age]:
-    """Merge ages that fall into one step, so that the cost does not grow with the number of slots."""
-    bins = (ages / step).astype(np.intp)
-    for one in np.unique(bins):
-        mine = ages[bins == one]
-        yield _Age(float(mine.min()), len(mine))
 
 
 def _half_way(ages: _Cells, step: float) -> _Cells:
@@ -178,10 +176,16 @@ def _half_way(ages: _Cells, step: float) -> _Cells:
 
 
 def _renewals(duration: _Cells) -> _Cells:
-    """Return the expected number of starts per step in a slot whose occupant starts at 0: 1 + f + f*f + ..."""
-    at_once = min(float(duration[0]), 0.99)
-    starts = np.zeros(CELLS)
-    starts[0] = 1 / (1 - at_once)
-    for i in range(1, CELLS):
-        starts[i] = np.dot(starts[:i], duration[i:0:-1]) / (1 - at_once)
+    """Return the expected number of starts per step in a slot whose occupant starts at 0: 1 + f + f*f + ...
+
+    That is 1 / (1 - f) as a power series, by Newton's method: each round doubles the steps that are right.
+    """
+    less = -duration
+    less[0] = 1 - min(float(duration[0]), 0.99)
+    starts = np.array([1 / less[0]])
+    while len(starts) < CELLS:
+        twice = 2 * len(starts)
+        again = -np.convolve(less[:twice], starts)[:twice]
+        again[0] += 2
+        starts = np.convolve(starts, again)[:twice]
     return starts

@@ -78,6 +78,8 @@ REGISTERED_AFTER: Final = 1.0
 STILL_AFTER: Final = 3.0
 #: Reads of a page, without a stream of ours that is leaving, whose least number of other requests is the usual one.
 USUAL_OF: Final = 5
+#: Ends of streams remembered: more than end while a page is read.
+MAX_ENDED: Final = 1000
 #: A forecast is used again for so long: it ages with what it is about.
 FORECAST_FOR: Final = 0.1
 #: Refused requests whose return is reckoned with at most.
@@ -218,20 +220,26 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Engine:
-    """``streams``: those that hold a slot. ``others``: requests it had that are not ours, in the last reads.
-    ``moved_at``: since when its page shows the same ``work`` done."""
+    """``streams``: those that hold a slot. ``ended``: when the last of them were released. ``others``: requests it had
+    that are not ours, in the last reads. ``moved_at``: since when its page shows the same ``work`` done."""
 
     of: EngineSlots
     up: bool = True
     streams: dict[int, _Stream] = field(default_factory=dict)
+    ended: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
     others: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_OF))
     work: tuple[object, ...] = ()
     moved_at: float = 0.0
 
     @property
     def usual(self) -> float:
-        """Return how many requests it has that do not come through here; a stream that just ended is none of them."""
+        """Return how many requests it has that do not come through here."""
         return min(self.others) if len(self.others) == USUAL_OF else 0.0
+
+    def unsure(self, asked_at: float) -> int:
+        """Return how many streams of ours a page asked for then may show or not: they came or ended around it."""
+        came = sum(not one.registered(asked_at) for one in self.streams.values())
+        return came + sum(ended >= asked_at for ended in self.ended)
 
     def streaming(self, klass: str) -> Iterator[_Stream]:
         """Yield the streams of a class that have a client."""
@@ -325,6 +333,11 @@ class Gate:
         self._decisions: Counter[tuple[str, Decision]] = Counter()
         self._moves: Counter[tuple[State, Event, State]] = Counter()
 
+    @property
+    def mode(self) -> Mode:
+        """The mode it is in."""
+        return self._mode
+
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def arrive(self, now: float, klass: str, *, key: Hashable | None = None) -> tuple[int, Effects]:
@@ -363,8 +376,7 @@ class Gate:
         zombies = [one for one in mine.streams.values() if one.state in ZOMBIE]
         excess = page.requests - sum(one.registered(asked_at) for one in mine.streams.values())
         if not zombies:
-            unsure = sum(not one.registered(asked_at) for one in mine.streams.values())
-            mine.others.append(max(0.0, excess - unsure))
+            mine.others.append(max(0.0, excess - mine.unsure(asked_at)))
             return []
         there = 0 if mine.is_still(page, now) else max(0, math.ceil(excess - mine.usual))
         gone = sorted((one for one in zombies if one.closed_before(asked_at)), key=lambda one: one.left_at or 0.0)
@@ -643,7 +655,9 @@ class Gate:
         if stream.state in HOLDS_SLOT:
             self._engines[stream.engine].streams[stream.id] = stream
         elif before in HOLDS_SLOT:
-            del self._engines[stream.engine].streams[stream.id]
+            engine = self._engines[stream.engine]
+            del engine.streams[stream.id]
+            engine.ended.append(now)
             self._durations[stream.klass].add(now - stream.started_at)
             if stream.left_at is not None:
                 self._drains.add(now - stream.left_at)

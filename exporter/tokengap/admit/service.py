@@ -8,15 +8,19 @@ import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
+from tokengap.admit import control
 from tokengap.admit.admission import Admission
 from tokengap.admit.books import Books
 from tokengap.admit.classes import Classes, Sign
 from tokengap.admit.client import Clients, ClientServer
+from tokengap.admit.control import SIGHUP, Switch, usual_path
 from tokengap.admit.gate import EngineSlots, Gate, Policy, Rule
 from tokengap.admit.metrics import EVERY, SERIES, view_of
 from tokengap.admit.proxy import Exchange, House
@@ -25,6 +29,7 @@ from tokengap.config import Settings, topology
 from tokengap.errors import SettingsError, SetupError, SourceError, SourceUnusable
 from tokengap.sources.engine import EngineSource, resolve
 from tokengap.topology import BATCH, INTERACTIVE, Endpoint, Engine
+from tokengap.view import AdmitMode
 from tokengap.web.routes import scrape
 from tokengap.web.server import parse_listen
 from tokengap.web.serving import Serving
@@ -44,6 +49,9 @@ LAST_WORDS = 1.0
 #: Seconds for one read of an engine's page.
 PAGE_WITHIN = 2.0
 
+#: The settings that SIGHUP changes.
+RELOADED = ("admit_mode", "age_cut", "deadline", "classes")
+
 #: Connections that may wait to be accepted.
 BACKLOG = 4096
 
@@ -52,11 +60,12 @@ CUT_SHARE = 0.75
 
 
 class Gateway:
-    """The gateway, listening at ``port``. ``admission`` may be steered while it runs."""
+    """The gateway, listening at ``port``. ``switch`` is how its mode is set while it runs."""
 
     def __init__(self, settings: Settings, house: House, engines: tuple[Engine, ...]) -> None:
         self.port = 0
         self.admission = house.admission
+        self.switch = Switch(house.admission.gate.mode, house.admission.set_mode)
         self._settings = settings
         self._house = house
         self._engines = engines
@@ -110,6 +119,19 @@ class Gateway:
             gate, self._house.books, self._engines, models, deadlines, now=now, wall=time.time(), beats=self._beats
         )
         await self._serving.render_and_publish(view)
+
+    def reload(self, settings: Settings) -> None:
+        """Take over what may be changed while it runs: the mode, cuts and deadlines. The rest takes a restart."""
+        taken = {key: getattr(settings, key) for key in RELOADED}
+        if msgspec.structs.replace(self._settings, **taken) != settings:
+            log.warning("SIGHUP: some of what has changed takes a restart", extra={"changed": ", ".join(RELOADED)})
+        self._settings = settings = msgspec.structs.replace(self._settings, **taken)
+        self.admission.set_rules(_rules(settings))
+        mode: AdmitMode = str(settings.admit_mode)  # type: ignore[assignment]  # one of them, says its kind
+        if mode != self.switch.standing.mode:
+            self.switch.to(mode, SIGHUP, "the settings were read again")
+        else:
+            log.info("SIGHUP: the settings were read again", extra={"mode": mode})
 
     async def stop(self) -> None:
         """Admit nobody, let streams come to their end, and end what is left at the limit."""
@@ -174,6 +196,8 @@ async def gateway(settings: Settings) -> AsyncIterator[Gateway]:
         for work in (clients.watch, house.admission.read_pages, built.publish):
             await stack.enter_async_context(_going_on(work()))
         built.port = await stack.enter_async_context(_listening(built, settings.admit_listen))
+        path = Path(settings.admit_control or usual_path(built.port))
+        await stack.enter_async_context(control.listening(path, built.switch))
         yield built
         await built.stop()
 
@@ -268,8 +292,18 @@ def _end_with(task: asyncio.Task[NoReturn]) -> None:
         raise SystemExit(1)
 
 
-async def serve(settings: Settings, until: asyncio.Event) -> None:
-    """Serve until the event is set."""
-    async with gateway(settings):
+async def serve(settings: Settings, until: asyncio.Event, hangup: asyncio.Event, again: Callable[[], Settings]) -> None:
+    """Serve until the event is set. At each ``hangup`` (SIGHUP), ``again`` reads the settings."""
+    async with gateway(settings) as built, _going_on(_reload(built, hangup, again)):
         await until.wait()
     log.info("stopped")
+
+
+async def _reload(built: Gateway, hangup: asyncio.Event, again: Callable[[], Settings]) -> NoReturn:
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        try:
+            built.reload(again())
+        except SettingsError as wrong:
+            log.error("SIGHUP: nothing has changed, the settings are wrong", extra={"why": str(wrong)})

@@ -31,6 +31,7 @@ from tokengap.config.values import (
     Seconds,
     Sign,
     Size,
+    SocketPath,
     Switch,
     Url,
     WhenHeld,
@@ -194,6 +195,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         AdmitMode,
         "How it decides: `age` refuses for whom the deadline is lost, `busy` whoever finds no free slot.",
     ] = AdmitMode("age")
+    admit_control: Annotated[
+        SocketPath | None,
+        "The unix socket over which `tokengap admit mode` reaches it. By default one named after its port, in the "
+        "runtime directory of its user.",
+    ] = None
     admit_signs: Annotated[
         tuple[Sign, ...],
         "What tells the class of a request, the first that fits. Else its header `X-Tokengap-Class`, else "

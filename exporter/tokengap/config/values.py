@@ -141,6 +141,22 @@ class RuntimeSocket(str):
         return cls(text)
 
 
+class SocketPath(str):
+    """Where a unix socket is."""
+
+    __slots__ = ()
+    expects: ClassVar = "an absolute path such as /run/tokengap/admit.sock"
+    metavar: ClassVar = "PATH"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        text = str(value).strip()
+        if not text.startswith("/") or not text.isprintable() or len(text.encode()) > 107:  # as above
+            raise ValueError
+        return cls(text)
+
+
 class PagePath(str):
     """A path of the exporter's own server."""
 
