@@ -1,9 +1,9 @@
 """What the gateway adds to a stream, beside nginx (``proxy_buffering off``) and beside no proxy at all.
 
 One stand-in engine, one process of clients, real sockets. ``--streams`` streams of ``--rate`` tokens a second run
-through each of the three in turn, ``--rounds`` times. Clients note when each event arrives, keep every byte, and afterwards
-write the whole answer anew from what its first event says: its checksum has to be that of what was received, so that no
-byte is lost, added or in another place.
+through each of the three in turn, ``--rounds`` times. Clients note when each event arrives, keep every byte, and
+afterwards write the whole answer anew from what its first event says: its checksum has to be that of what was received,
+so that no byte is lost, added or in another place.
 
 ``ratio_p99_to_nginx`` is the 99th percentile of the time between two tokens, to that through nginx in the same run;
 ``ratio_p99_to_direct`` to that without a proxy, and ``ratio_throughput_to_nginx`` tokens a second to those through
