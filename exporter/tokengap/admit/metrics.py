@@ -23,6 +23,9 @@ from tokengap.view import AGE_BOUNDS, STREAM, AdmissionView, Client, EngineView,
 #: Seconds between two pages.
 EVERY: Final = 1.0
 
+#: An age of exactly a bound belongs below it.
+_BINS: Final = (0.0, *np.nextafter(AGE_BOUNDS, np.inf), np.inf)
+
 #: What is on the page of the gateway: of the exporter's series those that it knows by itself, and its own.
 SERIES: Final[tuple[Series, ...]] = (
     *(TOKENS_OUT, TOKENS_USEFUL, TOKENS_ORPHANED, TOKENS_PENDING),
@@ -124,7 +127,7 @@ def _groups(books: Books, now: float) -> Iterable[StreamGroup]:
     for entry in books:
         ages[entry.engine, entry.client_state].append(now - entry.since)
     for (engine, client), of_group in ages.items():
-        counts = np.histogram(of_group, bins=(0.0, *AGE_BOUNDS, np.inf))[0]
+        counts = np.histogram(of_group, bins=_BINS)[0]
         yield StreamGroup(
             engine,
             HOP,

@@ -151,6 +151,9 @@ class EventStream:
         """Return what goes to the client of what came."""
         if self._unreadable:
             return data
+        if not self._held and 0 <= data.find(b"\n\n") == len(data) - 2:  # one whole event, as most come
+            event = self._one(data[:-2])
+            return b"" if event is None else event + b"\n\n"
         parts = _EVENT_END.split(self._held + data if self._held else data)
         self._held = parts.pop()
         if len(self._held) > MOST_HELD_BACK:
@@ -173,7 +176,7 @@ class EventStream:
                 yield end
 
     def _one(self, event: bytes) -> bytes | None:
-        """Return one event as the client sees it; None where it does not."""
+        """Return one event, without its end, as the client sees it; None where it does not."""
         payload = _payload(event)
         if not payload.startswith(b"{"):
             return event  # [DONE], a comment
@@ -257,13 +260,15 @@ def _payload(event: bytes) -> bytes:
 
 def _without_usage(event: bytes) -> bytes:
     """Return an event without the member ``usage`` of its object."""
+    at = event.rfind(b',"usage":{')
+    # As engines write it: the last member, an object without objects in it. Only the brace of the whole one follows.
+    if at > 0 and event.find(b"}", at) == len(event) - 2:
+        return event[:at] + b"}"
     *_, member = [None, *_USAGE.finditer(event)]
     if member is not None:
         without = event[: member.start()] + event[member.end() :]
-        # Followed by nothing but the brace of the whole object it is a member of that.
-        if event[member.end() :] == b"}" or "usage" not in _members.decode(_payload(without)):
+        if "usage" not in _members.decode(_payload(without)):
             return without
     members = _members.decode(_payload(event))
     del members["usage"]
-    at = event.index(b"{")
-    return event[:at] + msgspec.json.encode(members)
+    return event[: event.index(b"{")] + msgspec.json.encode(members)

@@ -202,8 +202,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     admit_signs: Annotated[
         tuple[Sign, ...],
-        "What tells the class of a request, the first that fits. Else its header `X-Tokengap-Class`, else "
-        f"`{INTERACTIVE}`.",
+        "What tells the class of a request that does not say it in a header `X-Tokengap-Class`; the first that fits. "
+        f"Without one it is `{INTERACTIVE}`.",
     ] = ()
     admit_balance: Annotated[Balance, "Which of several engines gets the next stream: the emptiest, or by turns."] = (
         Balance("least")
