@@ -107,13 +107,13 @@ async def test_a_url_where_nobody_listens_is_said():
 @pytest.mark.e2e
 async def test_the_command_through_nginx(tmp_path: Path):
     """Exit 0 and `ok` as it is usually set; exit 1 with proxy_ignore_client_abort."""
-    codes = {}
+    codes, ask = {}, ("--no-stream", "--max-tokens", 300)
     async with engine(rate=200) as worker:
         for leak in (False, True):
             edge, own = free_port(), tmp_path / str(leak)
             own.mkdir()
             async with running(PROXIES["nginx"].part(Wiring(edge, worker, leak, own)), tmp_path):
-                ran = await tokengap("doctor", "cancel", "--url", at(edge), "--engine", at(worker), "--max-tokens", 300)
+                ran = await tokengap("doctor", "cancel", "--url", at(edge), "--engine", at(worker), *ask)
                 codes[leak] = ran.code
                 assert ran.out.startswith("attention" if leak else "ok"), ran
     assert codes == {False: 0, True: 1}
