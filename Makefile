@@ -36,7 +36,7 @@ parts: ## the real programs that tests start: nginx, HAProxy, Prometheus (Debian
 
 .PHONY: test
 test: parts $(VENV)/dev.stamp ## set up and run all tests but the long ones
-	$(BIN)/pytest -m "not long and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not long and not gpu"
 
 .PHONY: test-unit
 test-unit: $(VENV)/dev.stamp ## only the tests that start no other program
@@ -52,11 +52,12 @@ test-gpu: $(VENV)/dev.stamp ## the reader on a real NVIDIA GPU, and what each of
 	$(BIN)/pytest -m gpu -rA -s tests/gpu
 
 .PHONY: check
-check: $(VENV)/dev.stamp ## format, lint, types, layers, then the tests
+check: $(VENV)/dev.stamp ## format, lint, types, layers, drift, then the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) drift
 	$(MAKE) test
 
 .PHONY: format
@@ -68,6 +69,14 @@ format: $(VENV)/dev.stamp ## rewrite the sources in the project's format
 accept: $(VENV)/dev.stamp ## rewrite the golden files from what the code answers now, then test again
 	TOKENGAP_ACCEPT=1 $(BIN)/pytest -q tests -k golden
 	$(BIN)/pytest -q tests -k golden
+
+.PHONY: bundle
+bundle: $(VENV)/run.stamp ## render alerts/, dashboards/, runbooks/ and deploy/kubernetes/ again
+	$(BIN)/tokengap bundle --out .
+
+.PHONY: drift
+drift: $(VENV)/run.stamp ## refuse rendered files that differ from what they are rendered from
+	$(BIN)/tokengap bundle --out . --check
 
 # Both exit with 1 where something is not as it should be, and then the page says what.
 ACCURACY := build/accuracy

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from http import HTTPStatus
 from pathlib import Path
 
 import aiohttp
@@ -22,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lab.native import answers, runtime_socket
 from lab.serving import served
+from monitoring import prometheus, scraping
 from tokengap.lab.batching import Knobs
 from tokengap.lab.engine import engine_part
 from tokengap.lab.gateway import gateway_part
@@ -121,9 +121,10 @@ async def watched(
     *more: str,
     variables: Mapping[str, str] | None = None,
     gpus: Sequence[str] = (),
+    wrapped: Sequence[str] = (),
 ) -> AsyncIterator[Watched]:
     """Run an engine, the leaking gateway and the exporter on them, the exporter with further variables. ``gpus`` are
-    the engine's by its settings."""
+    the engine's by its settings; ``wrapped`` is a command that becomes the engine's, which it gets as arguments."""
     edge, engine, exporter = free_ports(3)
     url, settings = f"http://{LOOPBACK}:{engine}", directory / "tokengap.yaml"
     named = ("--engine", f"worker={url}")
@@ -132,7 +133,9 @@ async def watched(
         named = ("--config", str(settings))
     arguments = (*named, "--hop", f"edge={LOOPBACK}:{edge}", *more)
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as session:
-        one = await stack.enter_async_context(running(engine_part(engine, knobs), directory))
+        part = engine_part(engine, knobs)
+        part = replace(part, command=(*wrapped, *part.command))
+        one = await stack.enter_async_context(running(part, directory))
         two = await stack.enter_async_context(running(gateway_part(edge, engine, leak=True), directory))
         part = serve_part(exporter, *arguments, variables=variables)
         three = await stack.enter_async_context(running(part, directory))
@@ -189,36 +192,10 @@ async def test_all_users_die(tmp_path: Path):
         assert balanced(page)
 
 
-@asynccontextmanager
-async def prometheus(directory: Path, target: str) -> AsyncIterator[str]:
-    """Run a real Prometheus that scrapes a target every two seconds, and yield its address."""
-    program = shutil.which("prometheus")
-    assert program, "prometheus is not installed: apt-get install prometheus"
-    (port,) = free_ports(1)
-    (directory / "prometheus.yml").write_text(
-        "global: {scrape_interval: 2s, scrape_timeout: 1s}\n"
-        f"scrape_configs: [{{job_name: tokengap, static_configs: [{{targets: ['{target}']}}]}}]\n"
-    )
-    command = (
-        *(program, f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data"),
-        f"--web.listen-address={LOOPBACK}:{port}",
-    )
-    url = f"http://{LOOPBACK}:{port}"
-    async with running(Part("prometheus", command, (port,)), directory), aiohttp.ClientSession() as session:
-        deadline = time.monotonic() + 20
-        while True:  # it accepts connections before it answers queries
-            async with session.get(f"{url}/-/ready") as answer:
-                if answer.status == HTTPStatus.OK:
-                    break
-            assert time.monotonic() < deadline, "prometheus is not ready within 20 s"
-            await asyncio.sleep(0.1)
-        yield url
-
-
 async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path, nvml: FakeNvml):
     """Each name of the catalogue, with traffic in flight, one engine whose page has a line that is none, and GPUs of
     which one is lost."""
-    one, two = many(H100, 2)
+    one, two = many(replace(H100, utilization=0), 2)  # at rest, so that there is idle power
     nvml.set(one, two)
 
     async def half_a_page(_: web.Request) -> web.Response:
@@ -238,7 +215,7 @@ async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path, nvml: 
             variables={name: nvml.environment[name] for name in ("LD_LIBRARY_PATH", "FAKE_NVML_CONTROL")},
         ) as lab,
         lab.crowd(3, max_tokens=5000),
-        prometheus(tmp_path, lab.exporter.url.removeprefix("http://")) as url,
+        prometheus(tmp_path, scraping("2s", {lab.exporter.url.removeprefix("http://"): {}})) as server,
     ):
         nvml.set(*(replace(gpu, processes={lab.engine.pid: 1 << 30}) for gpu in (one, two)))
         await lab.exporter.until(lambda page: total(page, ENGINE_GPUS, state="up") == 2)
@@ -248,15 +225,11 @@ async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path, nvml: 
         unanswered, deadline = set(wanted), time.monotonic() + 30
         while unanswered and time.monotonic() < deadline:
             for name in sorted(unanswered):
-                async with lab.exporter.session.get(f"{url}/api/v1/query", params={"query": name}) as answer:
-                    said = await answer.json()
-                assert said["status"] == "success", said
-                if said["data"]["result"]:
+                if await server.query(name):
                     unanswered.discard(name)
             await asyncio.sleep(0.2)
         assert unanswered == set()
-        async with lab.exporter.session.get(f"{url}/api/v1/query", params={"query": "up"}) as answer:
-            assert [float(row["value"][1]) for row in (await answer.json())["data"]["result"]] == [1.0]
+        assert list((await server.values("up")).values()) == [1.0]
 
 
 async def test_promtool_has_nothing_to_say(tmp_path: Path):

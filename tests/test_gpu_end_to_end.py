@@ -27,6 +27,7 @@ from tokengap.series.cost import (
     UNACCOUNTED,
 )
 from tokengap.series.gpus import GPU_ENGINE, GPU_INFO, GPU_UP, POWER, READER_INFO
+from tokengap.series.tokens import TOKENS_OUT
 
 pytestmark = pytest.mark.e2e
 
@@ -51,7 +52,9 @@ async def test_what_orphans_cost(nvml: FakeNvml, tmp_path: Path):
         nvml.set(*(replace(gpu, processes=memory) for gpu in (one, two)))
         await lab.exporter.until(knows_its_gpus)
         async with lab.crowd(4, max_tokens=400):
-            before = await lab.exporter.until(lambda page: total(page, ENGINE_GPU_SECONDS) > 2)
+            before = await lab.exporter.until(
+                lambda page: total(page, TOKENS_OUT) > 100 and total(page, ENGINE_GPU_SECONDS) > 2
+            )
         assert total(before, ORPHAN_GPU_SECONDS) < 1
         page = await lab.exporter.until(lambda page: total(page, ORPHAN_GPU_SECONDS) > 4)
         assert total(page, ENGINE_GPUS, engine="worker", state="up") == 2

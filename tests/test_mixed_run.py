@@ -88,7 +88,8 @@ async def burst(lab: Lab) -> None:
 
 
 async def pause(lab: Lab) -> None:
-    """Nobody, for longer than a window."""
+    """Nobody, for longer than a window, once the last orphan is generated."""
+    await lab.watched.until("idle", 60)
     await asyncio.sleep(1.2 * lab.window)
 
 

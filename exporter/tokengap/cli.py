@@ -34,11 +34,12 @@ class Group(click.Group):
         "health": "tokengap.health.command:health",
         "drill": "tokengap.lab.drill:drill",
         "admit": "tokengap.admit.command:admit",
+        "bundle": "tokengap.bundle.command:bundle",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return all names, in the order of a newcomer's needs."""
-        return ["demo", "serve", "health", "drill", "admit", "doctor"]
+        return ["demo", "serve", "health", "drill", "admit", "doctor", "bundle"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command, importing its module if need be."""

@@ -171,9 +171,12 @@ def test_gpus_that_are_not_asked_for_are_not_spoken_of():
 # --- energy --------------------------------------------------------------------------------------------------------
 
 
+EMPTY = {"memory_total": 80 * 2**30, "memory_used": 0, "processes": ()}
+
+
 def test_energy_is_the_difference_of_the_counter():
     """Whatever the power says: 42 kJ in 15 s, of which 71 W are idle power."""
-    first, second = gpu(0, energy=1000.0, power=71.0), gpu(15, energy=43_000.0, power=600.0)
+    first, second = gpu(0, energy=1000.0, power=71.0, utilization=0.0), gpu(15, energy=43_000.0, power=600.0)
     view, used = play(beat(0, [first]), beat(15, [second]))
     assert used == [Used(A, 42_000.0, 42_000.0 - 71 * 15)]
     assert (view.gpus[0].energy, view.gpus[0].energy_source) == (43_000.0, "counter")
@@ -196,8 +199,8 @@ def test_the_same_reading_seen_twice_is_one():
 
 def test_without_a_counter_power_is_integrated():
     """P100 (aiperf 1350): joules from power over time, said to be; never 0."""
-    rows = [gpu(at, power=power, unsupported={"energy": "not_supported"}) for at, power in ((0, 100.0), (1, 300.0))]
-    view, used = play(*(beat(row.at, [row]) for row in rows))
+    first = gpu(0, power=100.0, utilization=0.0, unsupported={"energy": "not_supported"})
+    view, used = play(beat(0, [first]), beat(1, [replace(first, at=1, power=300.0, utilization=1.0)]))
     assert (view.gpus[0].energy_source, view.gpus[0].energy) == ("power_integral", 200.0)
     assert [(use.joules, use.active) for use in used] == [(200.0, 100.0)]
 
@@ -217,12 +220,23 @@ def test_a_counter_that_is_not_told_once_goes_on():
     assert [use.joules for use in used] == [500.0]
 
 
-def test_idle_power_is_the_least_seen_or_as_configured():
-    """A configured idle power wins over what was seen."""
-    rows = [gpu(0, power=300.0), gpu(1, power=70.0), gpu(2, power=600.0)]
-    assert play(*(beat(row.at, [row]) for row in rows))[0].gpus[0].idle_power == 70.0
+def test_idle_power_is_the_least_seen_at_rest_or_as_configured():
+    """By utilization, or where nothing is on the GPU. A configured one wins over what was seen."""
+    steps = ((400.0, {"utilization": 0.0}), (78.0, {"utilization": 0.0}), (70.0, {"utilization": 1.0}), (71.0, EMPTY))
+    rows = [gpu(at, power=power, **fields) for at, (power, fields) in enumerate(steps)]
+    seen = [play(*(beat(row.at, [row]) for row in rows[:n]))[0].gpus[0].idle_power for n in range(1, 5)]
+    assert seen == [400.0, 78.0, 78.0, 71.0]
     price = GpuPrice(idle_power=90.0)
     assert play(*(beat(row.at, [row], price=price) for row in rows))[0].gpus[0].idle_power == 90.0
+
+
+def test_a_gpu_that_never_rests_has_no_idle_power():
+    """An exporter that starts while the GPU works does not take 588 W for idleness, nor 2 W for the work."""
+    steps = ((588.0, 1.0), (591.0, 1.0), (589.0, 0.4), (590.0, None))
+    rows = [gpu(at, energy=590.0 * at, power=power, utilization=u) for at, (power, u) in enumerate(steps)]
+    view, used = play(*(beat(row.at, [row]) for row in rows))
+    assert view.gpus[0].idle_power is None
+    assert [(use.joules, use.active) for use in used] == [(590.0, None)] * 3
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 50), st.floats(0, 1e9)), min_size=1, max_size=20))
@@ -241,16 +255,15 @@ def test_energy_adds_up_and_never_falls(steps):
 
 # --- what is no truth ----------------------------------------------------------------------------------------------
 
-IDLE = {"memory_total": 80 * 2**30, "memory_used": 0, "processes": ()}
 LATCHED = [
-    (IDLE | {"utilization": 1.0, "power": 100.0}, True),
-    (IDLE | {"utilization": 0.98, "power": 100.0}, False),
-    (IDLE | {"utilization": 1.0, "power": 600.0}, False),
-    (IDLE | {"utilization": 1.0, "power": 100.0, "processes": (GpuProcess(1),)}, False),
-    (IDLE | {"utilization": 1.0, "power": 100.0, "memory_used": 70 * 2**30}, False),
-    (IDLE | {"utilization": 1.0, "power": 100.0, "processes": None}, None),
-    (IDLE | {"utilization": None, "power": 100.0}, None),
-    (IDLE | {"utilization": 1.0, "power": 100.0, "memory_total": None}, None),
+    (EMPTY | {"utilization": 1.0, "power": 100.0}, True),
+    (EMPTY | {"utilization": 0.98, "power": 100.0}, False),
+    (EMPTY | {"utilization": 1.0, "power": 600.0}, False),
+    (EMPTY | {"utilization": 1.0, "power": 100.0, "processes": (GpuProcess(1),)}, False),
+    (EMPTY | {"utilization": 1.0, "power": 100.0, "memory_used": 70 * 2**30}, False),
+    (EMPTY | {"utilization": 1.0, "power": 100.0, "processes": None}, None),
+    (EMPTY | {"utilization": None, "power": 100.0}, None),
+    (EMPTY | {"utilization": 1.0, "power": 100.0, "memory_total": None}, None),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -67,7 +68,9 @@ async def started(*arguments: object, **environment: str) -> AsyncIterator[async
 
 
 def listening_below(pid: int) -> set[int]:
-    """Return the ports on which a process and its children listen."""
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    connections = [connection for process in family for connection in process.net_connections("tcp")]
-    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+    """Return the ports on which a process and its children listen. A child may end meanwhile."""
+    ports = set()
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            ports |= {has.laddr.port for has in process.net_connections("tcp") if has.status == psutil.CONN_LISTEN}
+    return ports

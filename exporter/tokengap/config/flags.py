@@ -1,4 +1,4 @@
-"""Settings as flags of a command."""
+"""Settings, and values as they read them, as flags of a command."""
 
 from __future__ import annotations
 
@@ -9,14 +9,31 @@ from typing import Any
 import click
 
 from tokengap.config.settings import SETTINGS, Setting
+from tokengap.logs import without_secrets
+
+
+class Value(click.ParamType[Any]):
+    """A value as the settings read it."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind, self.name = kind, kind.metavar
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read it."""
+        if isinstance(value, self._kind):
+            return value
+        try:
+            return self._kind.read(value)
+        except ValueError:
+            self.fail(f"{without_secrets(repr(value))} is not {self._kind.expects}", param, ctx)
 
 
 def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the flags of these settings, and --config."""
+    """Give a command the flags of these settings, or of all, and --config."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for setting in reversed(SETTINGS):
-            if setting.key in keys:
+            if not keys or setting.key in keys:
                 command = _option(setting)(command)
         file = click.Path(path_type=Path)
         return click.option("--config", "--config.file", "config", type=file, help="A YAML file of settings.")(command)

@@ -181,7 +181,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Url | None, "A dcgm-exporter to read GPUs from, where no second client of the driver may run. Replaces `gpu`."
     ] = None
     gpu_idle_power: Annotated[
-        Amount | None, "Watts that one GPU draws when it does nothing. The least that was seen of each by default."
+        Amount | None, "Watts that one GPU draws when it does nothing. The least of each at rest by default."
     ] = None
     gpu_hour_price: Annotated[
         Amount | None, "What one GPU costs an hour, power included. Without it no `tokengap_orphan_cost_total`."

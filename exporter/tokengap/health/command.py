@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import click
 
+from tokengap.config.flags import Value
 from tokengap.config.values import Seconds, Url
 from tokengap.errors import TokengapError
 from tokengap.health.access import Access, checked_key, read_key, tls_context
@@ -97,22 +98,6 @@ class HealthCommand(click.Command):
             raise Failed(f"failed: {type(error).__name__}: {error}", ctx) from error
 
 
-class _Value(click.ParamType[Any]):
-    """A value as the settings read it."""
-
-    def __init__(self, kind: Any) -> None:
-        self._kind, self.name = kind, kind.metavar
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read it."""
-        if isinstance(value, self._kind):
-            return value
-        try:
-            return self._kind.read(value)
-        except ValueError:
-            self.fail(f"{without_secrets(repr(value))} is not {self._kind.expects}", param, ctx)
-
-
 class _Verdicts(click.ParamType[Any]):
     """Verdicts that fail, separated by commas."""
 
@@ -129,25 +114,25 @@ class _Verdicts(click.ParamType[Any]):
 
 
 @click.command(cls=HealthCommand)
-@click.argument("urls", metavar="URL...", nargs=-1, type=_Value(Url))
-@click.option("--proxy", "proxies", multiple=True, type=_Value(Url), help="Ask a proxy for /v1/models, and no more.")
+@click.argument("urls", metavar="URL...", nargs=-1, type=Value(Url))
+@click.option("--proxy", "proxies", multiple=True, type=Value(Url), help="Ask a proxy for /v1/models, and no more.")
 @click.option(
     "--window",
-    type=_Value(Seconds),
+    type=Value(Seconds),
     default="10s",
     show_default=True,
     help="One window without progress; two make an engine stuck.",
 )
 @click.option(
     "--prefill-budget",
-    type=_Value(Seconds),
+    type=Value(Seconds),
     help="How long an engine that shows nothing may be computing a prompt: look for so long before it is stuck. "
     "[default: two windows]",
 )
-@click.option("--timeout", type=_Value(Seconds), default="5s", show_default=True, help="For one read of a page.")
+@click.option("--timeout", type=Value(Seconds), default="5s", show_default=True, help="For one read of a page.")
 @click.option("--ask", "asking", is_flag=True, help="Send an engine that is at rest one completion of one token.")
 @click.option(
-    "--ask-deadline", type=_Value(Seconds), default="45s", show_default=True, help="Until that has to be answered."
+    "--ask-deadline", type=Value(Seconds), default="45s", show_default=True, help="Until that has to be answered."
 )
 @click.option(
     "--fail-on",

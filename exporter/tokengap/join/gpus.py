@@ -37,9 +37,11 @@ STALE_SECONDS = 150.0
 #: Beats without a reading of power after which what was drawn meanwhile is not guessed.
 MOST_UNREAD_BEATS = 3
 
-#: Utilization is latched from here up, with no process, at most this share of its memory in use, and power at most
-#: this many times that of idleness.
-LATCHED_FROM, LATCHED_MEMORY, LATCHED_POWER = 0.99, 0.02, 1.25
+#: At most this share of its memory is in use by a GPU without a process.
+EMPTY_MEMORY = 0.02
+
+#: Utilization is latched from here up, on an empty GPU, with power at most this many times that of idleness.
+LATCHED_FROM, LATCHED_POWER = 0.99, 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +211,7 @@ def _others(row: Gpu, families: Mapping[str, frozenset[int]]) -> int | None:
 
 def _read(memory: GpuMemory, row: Gpu, topology: Topology) -> tuple[GpuMemory, list[Used]]:
     """Take a reading of energy and power in. Yields what was used where it closes an interval."""
-    if row.power is not None:
-        memory = replace(memory, idle_power=_idle_power(memory, row.power, topology))
+    memory = replace(memory, idle_power=_idle_power(memory, row, topology))
     counted = row.energy is not None
     if not counted and ("energy" not in row.unsupported or row.power is None):
         return memory, []  # not told this time
@@ -235,11 +236,25 @@ def _read(memory: GpuMemory, row: Gpu, topology: Topology) -> tuple[GpuMemory, l
     return memory, [Used(row.uuid, joules, active)]
 
 
-def _idle_power(memory: GpuMemory, power: float, topology: Topology) -> float:
-    """Return what the GPU draws for doing nothing: as configured, or the least that was seen."""
+def _idle_power(memory: GpuMemory, row: Gpu, topology: Topology) -> float | None:
+    """Return what the GPU draws for doing nothing: as configured, or the least that it was seen to draw at rest.
+
+    The least of all readings would not do: of an exporter that is started while an H200 works, that is 588 W of 591.
+    """
     if topology.price.idle_power is not None:
         return topology.price.idle_power
-    return power if memory.idle_power is None else min(memory.idle_power, power)
+    if row.power is None or not (row.utilization == 0 or _empty(row)):
+        return memory.idle_power
+    return row.power if memory.idle_power is None else min(memory.idle_power, row.power)
+
+
+def _empty(row: Gpu) -> bool | None:
+    """Tell whether nothing is on the GPU: no process, no memory in use. None: that cannot be known."""
+    if row.processes:
+        return False
+    if row.processes is None or row.memory_used is None or not row.memory_total:
+        return None
+    return row.memory_used <= EMPTY_MEMORY * row.memory_total
 
 
 def _latched(memory: GpuMemory, row: Gpu) -> bool | None:
@@ -248,10 +263,10 @@ def _latched(memory: GpuMemory, row: Gpu) -> bool | None:
         return None
     if row.utilization < LATCHED_FROM or row.processes:
         return False
-    if None in (row.processes, row.power, memory.idle_power, row.memory_used) or not row.memory_total:
+    empty = _empty(row)
+    if empty is None or row.power is None or memory.idle_power is None:
         return None
-    empty = (row.memory_used or 0) <= LATCHED_MEMORY * row.memory_total
-    return empty and (row.power or 0.0) <= LATCHED_POWER * (memory.idle_power or 0.0)
+    return empty and row.power <= LATCHED_POWER * memory.idle_power
 
 
 def _with_incidents(known: dict[str, GpuMemory], reports: Iterable[Xid], readings: Readings) -> dict[str, GpuMemory]:

@@ -215,8 +215,8 @@ POWER = Series(
 IDLE_POWER = Series(
     name="tokengap_gpu_idle_power_watts",
     kind="gauge",
-    help="Power taken for doing nothing: gpu_idle_power, or the least that was seen of this GPU, which is too much for "
-    "one that never rested. Basis active counts from here up.",
+    help="Power taken for doing nothing: gpu_idle_power, or the least that this GPU was seen to draw at rest. Absent "
+    "as long as it was not seen to rest. Basis active counts from here up.",
     labels=("uuid",),
     read=_per_gpu(lambda gpu: gpu.idle_power),
 )

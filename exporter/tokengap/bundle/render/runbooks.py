@@ -1,0 +1,56 @@
+"""Runbooks as Markdown, one page an alert, and their index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from tokengap.bundle import promql
+from tokengap.bundle.render.dashboards import panel_url
+from tokengap.bundle.render.file import File
+from tokengap.bundle.site import Site
+from tokengap.bundle.watches import watches
+
+
+def _cell(text: str) -> str:
+    """Return a text that may stand in a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _linked(text: str, names: Collection[str], here: str = "") -> str:
+    """Return a text in which the names of other alerts are links to their runbooks."""
+    return re.sub(
+        r"Tokengap\w+", lambda found: _link(found[0]) if found[0] in names and found[0] != here else found[0], text
+    )
+
+
+def _link(name: str) -> str:
+    return f"[{name}]({name}.md)"
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("tokengap.bundle"),
+        autoescape=select_autoescape(),  # for HTML; a template of Markdown is left as it is
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"cell": _cell, "said": promql.said}
+    return environment
+
+
+def files(site: Site) -> Iterator[File]:
+    """Yield the file of each runbook and of the index."""
+    environment = _environment()
+    page = environment.get_template("runbook.md.j2")
+    all_of_them = watches(site)
+    names = [watch.name for watch in all_of_them]
+    for watch in all_of_them:
+        seen_at = panel_url(site, watch.panel, {})
+        text = page.render(watch=watch, site=site, book=watch.runbook, panel_url=seen_at)
+        yield File(f"runbooks/{watch.name}.md", _linked(text, names, watch.name))
+    yield File("runbooks/README.md", environment.get_template("index.md.j2").render(watches=all_of_them, site=site))

@@ -1,0 +1,144 @@
+"""Every command of a runbook that is about our own programs is run, as it stands there, against a lab in that state.
+
+Nothing here names a watch but :data:`STATES`: a further watch with its commands is tried without a line of its own,
+and needs one only where its commands are for an engine that is not merely busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from bundle.sites import DEFAULT
+from lab.commands import COMMAND
+from lab.serving import until
+from tokengap.bundle.site import Site
+from tokengap.bundle.watch import Step
+from tokengap.bundle.watches import watches
+from tokengap.lab.batching import Knobs
+from tokengap.lab.parts import LOOPBACK
+from tokengap.lab.scrape import Exporter
+from tokengap.lab.stage import Plan, lab_parts, ports, staged
+from tokengap.lab.truth import EngineControl
+from tokengap.lab.users import User, Visit
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+#: Programs whose commands are run: ours, and what reads our pages. The others are of the host that has the trouble.
+TRIED = ("tokengap", "curl")
+
+STEPS = [
+    pytest.param(watch.name, number, id=f"{watch.name}-{number + 1}")
+    for watch in watches(DEFAULT)
+    for number, step in enumerate(watch.runbook.diagnosis)
+    if step.command.split()[0] in TRIED
+]
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A busy engine behind a gateway that holds on to clients who left, and the exporter on them."""
+
+    site: Site
+    engine: EngineControl
+
+    def step(self, alert: str, number: int) -> Step:
+        (watch,) = [one for one in watches(self.site) if one.name == alert]
+        return watch.runbook.diagnosis[number]
+
+
+@asynccontextmanager
+async def frozen(lab: Lab) -> AsyncIterator[None]:
+    """An engine that makes no progress, and an exporter that has seen it."""
+    await lab.engine.freeze()
+    try:
+        yield
+    finally:
+        await lab.engine.thaw()
+
+
+@asynccontextmanager
+async def busy(_: Lab) -> AsyncIterator[None]:
+    """As the lab is."""
+    yield
+
+
+#: In which state the commands of an alert's runbook are run, where it is not a busy one.
+STATES: Mapping[str, Callable[[Lab], AbstractAsyncContextManager[None]]] = {"TokengapEngineStuck": frozen}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    directory = tmp_path_factory.mktemp("lab")
+    plan = Plan(through=("naive",), leak="edge", knobs=Knobs(rate=10), ports=ports("auto"))
+    site = replace(
+        DEFAULT,
+        window=0.5,
+        exporter=f"http://{LOOPBACK}:{plan.ports.exporter}",
+        engine=f"http://{LOOPBACK}:{plan.ports.engine}",
+    )
+    *others, exporter = lab_parts(plan, directory)
+    exporter = replace(exporter, command=(*exporter.command, "--window", f"{site.window}s"))
+    async with staged([*others, exporter], directory), aiohttp.ClientSession() as session:
+        await Exporter(site.exporter, session).ready()
+        leavers = [User(f"leaver-{n}", max_tokens=100_000, leave_at=1.0) for n in range(2)]
+        users = leavers + [User(f"patient-{n}", max_tokens=100_000) for n in range(6)]
+        visits = [asyncio.create_task(Visit(user, plan.entry).run()) for user in users]
+        engine = EngineControl(plan.ports.engine)
+        yield Lab(site, engine)
+        for visit in visits:
+            visit.cancel()
+        await asyncio.gather(*visits, return_exceptions=True)
+
+
+def form(line: str) -> re.Pattern[str]:
+    """Return what a printed line has to look like: the example, with any number for its numbers and anything for
+    three dots."""
+    any_number = re.sub(r"\d+(?:\\\.\d+)?", lambda _: r"\d+(?:\.\d+)?", re.escape(line.strip()))
+    return re.compile(any_number.replace(re.escape("..."), ".*"))
+
+
+@pytest.mark.parametrize(("alert", "number"), STEPS)
+async def test_a_command_of_a_runbook(lab: Lab, alert: str, number: int):
+    """It exits as the runbook says and prints what its example looks like."""
+    step = lab.step(alert, number)
+    program, _, rest = step.command.partition(" ")
+    assert shutil.which(program) or program == "tokengap", f"{program} is not installed: apt-get install {program}"
+    command = f"{' '.join(COMMAND)} {rest}" if program == "tokengap" else step.command
+    said = "nothing yet"
+
+    async def as_said() -> bool:
+        nonlocal said
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_shell(command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+        said = f"{(await process.communicate())[0].decode()}\nexit {process.returncode}"
+        return process.returncode == step.code and all(form(line).search(said) for line in step.prints.splitlines())
+
+    async with STATES.get(alert, busy)(lab):
+        try:
+            await until(as_said, within=10)  # the exporter follows what happens by a beat or two
+        except AssertionError:
+            pytest.fail(f"$ {step.command}\n{said}\n\nThe runbook says, with exit {step.code}:\n{step.prints}")
+
+
+@pytest.mark.parametrize(
+    ("example", "said", "fits"),
+    [
+        ("busy: running 4", "http://h busy: running 12, waiting 1", True),
+        ("still for 20.0 s", "still for 1.2 s", True),
+        ("still for 20 s", "stuck for 20 s", False),
+        ('"id":3,...,"client":"gone"', '[{"id":1,"hop":"edge","client":"gone"}]', True),
+        ('"id":3,...,"client":"gone"', '[{"id":1,"hop":"edge","client":"connected"}]', False),
+    ],
+)
+async def test_an_example_fits_what_looks_like_it(example: str, said: str, fits: bool):
+    """Numbers may differ and dots stand for anything; words may not."""
+    assert bool(form(example).search(said)) == fits
