@@ -78,6 +78,10 @@ bundle: $(VENV)/run.stamp ## render alerts/, dashboards/, runbooks/ and deploy/k
 drift: $(VENV)/run.stamp ## refuse rendered files that differ from what they are rendered from
 	$(BIN)/tokengap bundle --out . --check
 
+.PHONY: screenshots
+screenshots: parts $(VENV)/dev.stamp ## draw docs/images again: six minutes of a lab, and the dashboards' own queries
+	PYTHONPATH=tests $(BIN)/python -m bundle.screenshots --out docs/images
+
 # Both exit with 1 where something is not as it should be, and then the page says what.
 ACCURACY := build/accuracy
 .PHONY: accuracy

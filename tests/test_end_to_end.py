@@ -19,9 +19,10 @@ import yaml
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployed import prometheus_config
 from lab.native import answers, runtime_socket
 from lab.serving import served
-from monitoring import prometheus, scraping
+from monitoring import aimed, prometheus
 from tokengap.lab.batching import Knobs
 from tokengap.lab.engine import engine_part
 from tokengap.lab.gateway import gateway_part
@@ -48,6 +49,11 @@ class Exporter:
     url: str
     session: aiohttp.ClientSession
     last: Samples = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        """What Prometheus is told to scrape."""
+        return self.url.removeprefix("http://")
 
     async def scrape(self) -> Samples:
         async with self.session.get(f"{self.url}/metrics") as answer:
@@ -94,7 +100,7 @@ class Watched:
     edge: RunningPart
     edge_port: int
     exporter: Exporter
-    exporter_pid: int
+    exporter_part: RunningPart
 
     @asynccontextmanager
     async def crowd(self, count: int, **plan) -> AsyncIterator[list[asyncio.Task]]:
@@ -122,9 +128,11 @@ async def watched(
     variables: Mapping[str, str] | None = None,
     gpus: Sequence[str] = (),
     wrapped: Sequence[str] = (),
+    leak: bool = True,
 ) -> AsyncIterator[Watched]:
-    """Run an engine, the leaking gateway and the exporter on them, the exporter with further variables. ``gpus`` are
-    the engine's by its settings; ``wrapped`` is a command that becomes the engine's, which it gets as arguments."""
+    """Run an engine, the gateway and the exporter on them, the exporter with further variables. ``gpus`` are the
+    engine's by its settings; ``wrapped`` is a command that becomes the engine's, which it gets as arguments. The
+    gateway leaks, unless told otherwise."""
     edge, engine, exporter = free_ports(3)
     url, settings = f"http://{LOOPBACK}:{engine}", directory / "tokengap.yaml"
     named = ("--engine", f"worker={url}")
@@ -136,7 +144,7 @@ async def watched(
         part = engine_part(engine, knobs)
         part = replace(part, command=(*wrapped, *part.command))
         one = await stack.enter_async_context(running(part, directory))
-        two = await stack.enter_async_context(running(gateway_part(edge, engine, leak=True), directory))
+        two = await stack.enter_async_context(running(gateway_part(edge, engine, leak=leak), directory))
         part = serve_part(exporter, *arguments, variables=variables)
         three = await stack.enter_async_context(running(part, directory))
         watch = Exporter(f"http://{LOOPBACK}:{exporter}", session)
@@ -144,7 +152,7 @@ async def watched(
         while (await session.get(f"{watch.url}/-/ready")).status != 200:
             assert time.monotonic() < deadline, "the exporter is not ready"
             await asyncio.sleep(0.1)
-        yield Watched(one, two, edge, watch, three.pid)
+        yield Watched(one, two, edge, watch, three)
 
 
 async def test_the_engine_dies_and_comes_back(tmp_path: Path):
@@ -192,9 +200,10 @@ async def test_all_users_die(tmp_path: Path):
         assert balanced(page)
 
 
-async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path, nvml: FakeNvml):
-    """Each name of the catalogue, with traffic in flight, one engine whose page has a line that is none, and GPUs of
-    which one is lost."""
+@asynccontextmanager
+async def everything(directory: Path, nvml: FakeNvml) -> AsyncIterator[Watched]:
+    """Run what lets the exporter say all it can: GPUs of which one is lost, an XID, a price, HAProxy's own interface,
+    and a second engine whose page has a line that is none. One slot: whoever comes second waits."""
     one, two = many(replace(H100, utilization=0), 2)  # at rest, so that there is idle power
     nvml.set(one, two)
 
@@ -205,28 +214,34 @@ async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path, nvml: 
     app.router.add_get("/metrics", half_a_page)
     async with (
         served(app) as spare,
-        runtime_socket(tmp_path / "haproxy.sock", answers()),
+        runtime_socket(directory / "haproxy.sock", answers()),
         watched(
-            tmp_path,
+            directory,
             Knobs(max_num_seqs=1),
             *("--engine", f"spare=http://{LOOPBACK}:{spare}"),
-            *("--haproxy-socket", f"edge={tmp_path}/haproxy.sock"),
+            *("--haproxy-socket", f"edge={directory}/haproxy.sock"),
             *("--gpu-hour-price", "2.50"),
             variables={name: nvml.environment[name] for name in ("LD_LIBRARY_PATH", "FAKE_NVML_CONTROL")},
         ) as lab,
-        lab.crowd(3, max_tokens=5000),
-        prometheus(tmp_path, scraping("2s", {lab.exporter.url.removeprefix("http://"): {}})) as server,
     ):
         nvml.set(*(replace(gpu, processes={lab.engine.pid: 1 << 30}) for gpu in (one, two)))
         await lab.exporter.until(lambda page: total(page, ENGINE_GPUS, state="up") == 2)
         nvml.xid(0, 79)
         nvml.lose(1)
+        yield lab
+
+
+async def test_a_real_prometheus_answers_for_every_series(tmp_path: Path, nvml: FakeNvml):
+    """Each name of the catalogue, with everything that there can be."""
+    async with (
+        everything(tmp_path, nvml) as lab,
+        lab.crowd(3, max_tokens=5000),
+        prometheus(aimed(prometheus_config(), [lab.exporter.target], [], scrape=2), tmp_path) as server,
+    ):
         wanted = {f"{series}_bucket" if series.kind == "gaugehistogram" else str(series) for series in SERIES}
         unanswered, deadline = set(wanted), time.monotonic() + 30
         while unanswered and time.monotonic() < deadline:
-            for name in sorted(unanswered):
-                if await server.query(name):
-                    unanswered.discard(name)
+            unanswered = {name for name in unanswered if not await server.query(name)}
             await asyncio.sleep(0.2)
         assert unanswered == set()
         assert list((await server.values("up")).values()) == [1.0]

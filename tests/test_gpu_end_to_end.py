@@ -91,7 +91,7 @@ async def test_a_library_that_hangs_costs_its_values_and_nothing_else(nvml: Fake
     async with watched(tmp_path, Knobs(rate=50), variables=variables(nvml)) as lab:
         await lab.exporter.until(lambda page: total(page, GPU_UP) == 1)
         readers = [
-            child for child in psutil.Process(lab.exporter_pid).children() if "nvml_reader" in str(child.cmdline())
+            child for child in psutil.Process(lab.exporter_part.pid).children() if "nvml_reader" in str(child.cmdline())
         ]
         assert len(readers) == 1
         nvml.hang("nvmlDeviceGetUUID")
@@ -137,4 +137,4 @@ async def test_a_dcgm_exporter_in_place_of_the_library(tmp_path: Path):
         now = await lab.exporter.until(lambda page: total(page, ENGINE_ENERGY, basis="full") > 0)
         assert total(now, GPU_ENGINE, engine="worker", uuid="GPU-dddd", by="settings") == 1
         assert total(now, READER_INFO, way="dcgm", reason="ok") == 1
-        assert psutil.Process(lab.exporter_pid).children() == []
+        assert psutil.Process(lab.exporter_part.pid).children() == []

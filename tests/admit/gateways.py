@@ -51,6 +51,14 @@ async def published(built: Gateway) -> dict[str, float]:
     }
 
 
+async def settled(built: Gateway, within: float = 5.0) -> dict[str, float]:
+    """Return the page once nothing of the first engine is pending: a kernel acknowledges up to 40 ms after it read."""
+    async with asyncio.timeout(within):
+        while (page := await published(built))["tokengap_tokens_pending{e0}"]:
+            await asyncio.sleep(0.02)
+    return page
+
+
 class Raw:
     """A client of its own bytes."""
 

@@ -14,6 +14,7 @@ from promql_parser import AggregateExpr, BinaryExpr, Call, MatchOp, MatrixSelect
 from tokengap.bundle.promql import UP
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import Watch
+from tokengap.bundle.watches import budgets
 from tokengap.series import SERIES
 from tokengap.view import ACCOUNTINGS, BLIND_SPOTS, CLIENTS, ENDINGS, ENGINE_STATES, QUEUE_AGES_FROM
 
@@ -63,6 +64,8 @@ class Known:
 def known_names() -> Mapping[str, Known]:
     """Every name that Prometheus has of us, and `up`."""
     names = {UP: Known(frozenset(), False)}
+    for record in budgets.records(Site()):
+        names[record.name] = Known(PLACE | {"engine"}, False, scraped=False)
     for series in SERIES:
         labels = frozenset(series.labels)
         if series.kind == "gaugehistogram":
@@ -89,8 +92,8 @@ def watch_problems(watch: Watch, site: Site) -> list[str]:
     if any(node.func.name == "absent" for node in every(rule) if isinstance(node, Call)) and not watch.hold:
         problems.append("absent() without a hold fires on every restart of Prometheus")
     carried = labels(rule)
-    carried -= {matcher.name for matcher in parsed(f"x{{{site.selector}}}").matchers.matchers}
-    if carried != frozenset(watch.labels):
+    sites_own = {matcher.name for matcher in parsed(f"x{{{site.selector}}}").matchers.matchers}
+    if carried - sites_own != frozenset(watch.labels) - sites_own:
         problems.append(f"the rule's alerts carry {sorted(carried)}, not {sorted(watch.labels)}")
     named = set(re.findall(r"\$labels\.(\w+)", watch.description))
     problems += [f"the description names {name}, which the alert does not carry" for name in sorted(named - carried)]

@@ -59,7 +59,20 @@ def test_the_numbers_of_a_site(tmp_path: Path):
 
 def test_the_first_line_makes_the_same_files_again(tmp_path: Path):
     """Typed as it stands there."""
-    given = ("--deadline", "30s", "--age-cut", "22.5s", "--selector", 'a="it\'s"', "--label", "k=v", "--scrape", "15s")
+    given = (
+        "--deadline",
+        "30s",
+        "--age-cut",
+        "22.5s",
+        "--selector",
+        'a="it\'s"',
+        "--label",
+        "k=v",
+        "--scrape",
+        "15s",
+        "--orphan-budget",
+        "2.5%",
+    )
     assert run("--out", tmp_path, *given).exit_code == 0
     first = files(tmp_path)["alerts/alerts.yml"].splitlines()[0]
     again = re.search(r"`(tokengap bundle .*)`", first)[1]
@@ -105,10 +118,15 @@ def test_what_was_edited_by_hand_is_not_lost(tmp_path: Path):
         (("--age-cut", "9s"), "tokengap: --age-cut is 9s; expected less than the deadline, 8s"),
         (("--deadline", "soon"), "tokengap: --deadline is 'soon'; expected a time such as 8s"),
         (("--scrape", "0"), "tokengap bundle: Invalid value for '--scrape': '0' is not a time such as 8s"),
+        (
+            ("--orphan-budget", "1"),
+            "tokengap bundle: Invalid value for '--orphan-budget': '1' is not a share such as 1%",
+        ),
+        (("--deadline-budget", "6%"), "tokengap: --deadline-budget is 6%; expected more than 0% and at most 5%"),
         (("--selector", "cluster=a"), "tokengap: --selector 'cluster=a'; expected matchers of labels, such as"),
         (("--runbook-base", "wiki"), "tokengap: --runbook-base 'wiki'; expected an address such as https://host/path"),
         (("--label", "release"), "tokengap: --label 'release'; expected KEY=VALUE, such as release=prometheus"),
-        (("--deadlin", "5s"), "tokengap bundle: No such option '--deadlin'. Did you mean '--deadline'?"),
+        (("--selecto", "a"), "tokengap bundle: No such option '--selecto'. Did you mean '--selector'?"),
     ],
 )
 def test_wrong_options(arguments: tuple[str, ...], line: str, tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,9 @@ import pytest
 from aiohttp import web
 
 from bundle.sites import DEFAULT
+from deployed import prometheus_config
 from lab.serving import served, until
-from monitoring import prometheus, scraping
+from monitoring import aimed, prometheus
 from tokengap.bundle.render import rules
 from tokengap.lab.parts import LOOPBACK
 from tokengap.series.engines import ENGINE_INFO, ENGINE_OPEN, ENGINE_RUNNING, ENGINE_WAITING
@@ -86,12 +86,13 @@ async def test_four_exporters(tmp_path: Path):
     files = written_rules(tmp_path)
     began = time.monotonic()
     async with AsyncExitStack() as stack:
-        targets: dict[str, Mapping[str, str]] = {}
+        config = aimed(prometheus_config(), [], files, scrape=1)
+        targets = []
         for cluster, seen in EXPORTERS:
             port = await stack.enter_async_context(served(exporter(seen, began)))
-            targets[f"{LOOPBACK}:{port}"] = {"cluster": cluster}
-        scrape = scraping("1s", targets, *files)
-        server = await stack.enter_async_context(prometheus(tmp_path, scrape))
+            targets.append({"targets": [f"{LOOPBACK}:{port}"], "labels": {"cluster": cluster}})
+        config["scrape_configs"][0]["static_configs"] = targets
+        server = await stack.enter_async_context(prometheus(config, tmp_path))
 
         async def shares(level: str, *labels: str) -> dict[tuple[str, ...], list[float]]:
             """Return what became of the tokens out, as shares: a rate over five minutes is low after a few seconds."""

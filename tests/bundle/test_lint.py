@@ -85,7 +85,7 @@ def test_the_recording_rules_are_clean(site: Site):
     for record in records(site):
         assert list(query_problems(record.expr, site, names)) == []
         carried = labels(parsed(record.expr), names)
-        assert re.fullmatch(r"(engine|model|cluster):tokengap_[a-z_]+:(sum|max|min|ratio|rate\d+m)", record.name)
+        assert re.fullmatch(r"(engine|engine_hop|model|cluster):\w+:(sum|max|min|ratio|rate\d+m)", record.name)
         assert record.name not in names
         names[record.name] = Known(carried, counter=False, scraped=False)
 

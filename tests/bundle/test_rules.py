@@ -33,6 +33,7 @@ RULES = Path(__file__).parent.parent / "rules"
 FILES = sorted(RULES.glob("*.yml"))
 RECORDING = sorted((RULES / "recording").glob("*.yml"))
 OTHER_SITE = sorted((RULES / "other-site").glob("*.yml"))
+LONG = sorted((RULES / "long").glob("*.yml"))
 NAMES = [watch.name for watch in watches(DEFAULT)]
 
 #: With the numbers of the defaults, in one cluster of several.
@@ -93,7 +94,7 @@ def _the_rest(expected: list[dict[str, Any]], besides: frozenset[str]) -> Iterat
 def test_every_alert_has_a_file_and_every_file_an_alert():
     """And a file is about the alert whose name it has; a misspelt name would be silent for ever."""
     assert [file.stem for file in FILES] == sorted(NAMES)
-    for file in (*FILES, *OTHER_SITE):
+    for file in (*FILES, *OTHER_SITE, *LONG):
         named = {one["alertname"] for test in by_hand(file)["tests"] for one in test["alert_rule_test"]}
         assert file.stem in named
         assert named <= set(NAMES)
@@ -108,13 +109,15 @@ def test_an_alert(file: Path, tmp_path: Path):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_an_alert_is_tried_on_both_sides(file: Path):
     """Its file expects silence, then silence not more than a scrape or two before it fires, then the alert."""
-    for test in (tests := by_hand(file)["tests"]):
+    tests = by_hand(file)
+    for test in tests["tests"]:
         for one in test["alert_rule_test"]:
             for alert in one["exp_alerts"]:
                 assert alert["exp_annotations"].keys() == {"summary", "description", "runbook_url", "dashboard_url"}
-    waits = [wait for test in tests for wait in _waits(test["alert_rule_test"], file.stem)]
+    waits = [wait for test in tests["tests"] for wait in _waits(test["alert_rule_test"], file.stem)]
     assert waits, "it never fires"
-    assert min(waits) <= 60, f"it is silent {min(waits)} s before it fires, which is too long before to show its time"
+    step = max(60, _seconds(tests["evaluation_interval"]))
+    assert min(waits) <= step, f"it is silent {min(waits)} s before it fires, which is too long before to show its time"
 
 
 def _waits(expected: list[dict[str, Any]], name: str) -> Iterator[float]:
@@ -128,6 +131,13 @@ def _waits(expected: list[dict[str, Any]], name: str) -> Iterator[float]:
 def _seconds(text: str) -> float:
     parts = re.findall(r"(\d+)([dhms])", str(text))
     return sum(int(count) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[unit] for count, unit in parts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", LONG, ids=lambda file: file.stem)
+def test_an_alert_that_looks_back_for_days(file: Path, tmp_path: Path):
+    """What takes days until it fires, besides what is tried above."""
+    run({file.stem: by_hand(file)}, DEFAULT, tmp_path)
 
 
 def test_the_alerts_of_a_site_with_a_selector(tmp_path: Path):
@@ -167,8 +177,9 @@ def test_an_alert_of_a_site_with_other_numbers(file: Path, tmp_path: Path):
 
 
 def test_every_alert_that_depends_on_the_sites_limits_is_tried_with_others():
-    """Deadline, age cut and windows are in its rule: it has a file in ``tests/rules/other-site``."""
-    limits = replace(DEFAULT, deadline=OTHER.deadline, age_cut=OTHER.age_cut, window=OTHER.window, beat=OTHER.beat)
+    """Deadline, age cut, windows and budgets are in its rule: it has a file in ``tests/rules/other-site``."""
+    numbers = ("deadline", "age_cut", "window", "beat", "orphan_budget", "deadline_budget")
+    limits = replace(DEFAULT, **{name: getattr(OTHER, name) for name in numbers})
     depend = [
         usual.name
         for usual, other in zip(watches(DEFAULT), watches(limits), strict=True)

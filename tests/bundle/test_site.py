@@ -38,6 +38,8 @@ def test_the_other_site_differs_in_everything():
         ({"age_cut": 8}, "--age-cut is 8s; expected less than the deadline, 8s"),
         ({"deadline": 0.0}, "--deadline is 0; expected more than 0"),
         ({"scrape": -1}, "--scrape is -1; expected more than 0"),
+        ({"orphan_budget": 0.0}, "--orphan-budget is 0%; expected more than 0% and at most 5%"),
+        ({"deadline_budget": 0.051}, "--deadline-budget is 5.1%; expected more than 0% and at most 5%"),
         ({"selector": "cluster=a"}, "--selector 'cluster=a'; expected matchers of labels, such as cluster=\"a\","),
         ({"selector": 'cluster="a",'}, "--selector 'cluster=\"a\",'; expected matchers"),
         ({"selector": '{cluster="a"}'}, "--selector '{cluster=\"a\"}'; expected matchers"),
@@ -133,8 +135,8 @@ def test_what_is_aggregated_by():
 
 def test_on_dashboards():
     """What the reader chose, besides what the site is limited to."""
-    assert DEFAULT.on_dashboards().selector == 'job=~"$job",instance=~"$instance"'
-    assert OTHER.on_dashboards().selector == 'cluster="a",job=~"$job",instance=~"$instance"'
+    assert DEFAULT.on_dashboards().selector == 'cluster=~"$cluster",job=~"$job",instance=~"$instance"'
+    assert OTHER.on_dashboards().selector == 'cluster="a",cluster=~"$cluster",job=~"$job",instance=~"$instance"'
 
 
 def test_the_address_of_a_runbook():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Final
 import click
 
 from tokengap.bundle import files
+from tokengap.bundle.promql import percent
 from tokengap.bundle.render import render
 from tokengap.bundle.site import Site
 from tokengap.config import load
@@ -69,12 +71,34 @@ def _text(flag: str, name: str, metavar: str, meaning: str) -> Callable[[Callabl
     return click.option(flag, name, metavar=metavar, default=getattr(_USUAL, name), show_default=True, help=meaning)
 
 
+class Share(click.ParamType[float]):
+    """A part of a whole."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read ``1%``, or what is one already."""
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*%", value.strip(), re.ASCII)
+        if match is None:
+            self.fail(f"{value!r} is not a share such as 1% or 0.5%", param, ctx)
+        return float(match[1]) / 100
+
+
+def _share(flag: str, name: str, meaning: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    usual = percent(getattr(_USUAL, name))
+    return click.option(flag, name, type=Share(), metavar="SHARE", default=usual, show_default=True, help=meaning)
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder in which to write.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 and show how the files there differ.")
 @click.option("--force", is_flag=True, help="Write over files that were edited by hand.")
 @options("interval", "deadline", "age_cut", "window")
 @click.option("--scrape", type=Value(Seconds), default="5s", show_default=True, help="How often Prometheus scrapes.")
+@_share("--orphan-budget", "orphan_budget", "Of the tokens of 30 days, how many may be for nobody.")
+@_share("--deadline-budget", "deadline_budget", "Of 30 days, for how long deadlines may be missed.")
 @_text("--job", "job", "NAME", "The exporter's scrape job in Prometheus.")
 @_text("--selector", "selector", "MATCHERS", 'What every query is limited to, such as cluster="a".')
 @_text("--runbook-base", "runbooks", "URL", "Where runbooks can be read; {alert} in it stands for the alert.")

@@ -89,6 +89,17 @@ def rate(vector: str, seconds: float) -> str:
     return f"rate({vector}[{duration(seconds)}])"
 
 
+def over_time(operator: str, vector: str, seconds: float, before: float = 0.0) -> str:
+    """Return what a gauge was in the last seconds, as ``avg`` or ``max``; or in as many, that long ``before``."""
+    offset = f" offset {duration(before)}" if before else ""
+    return f"{operator}_over_time({vector}[{duration(seconds)}]{offset})"
+
+
+def share(part: str, whole: str, labels: tuple[str, ...]) -> str:
+    """Return a part of a whole of these labels, and nothing where there is no whole."""
+    return f"{part}\n/ {on(labels)}\n({whole} > 0)"
+
+
 def duration(seconds: float) -> str:
     """Return a length of time as Prometheus reads it: ``5s``, ``1m30s``, ``3d``, ``22s500ms``."""
     milliseconds = round(seconds * 1000)
@@ -105,3 +116,8 @@ def duration(seconds: float) -> str:
 def said(seconds: float) -> str:
     """Return a length of time as people say it: as Prometheus does, but ``22.5s``."""
     return duration(seconds) if seconds == int(seconds) else f"{seconds:.6g}s"
+
+
+def percent(part: float) -> str:
+    """Return a part of 1 as people write it: ``1%``, ``0.5%``."""
+    return f"{100 * part:.12g}%"

@@ -23,6 +23,8 @@ FLAGS: Final[Mapping[str, str]] = {
     "deadline": "--deadline",
     "age_cut": "--age-cut",
     "window": "--window",
+    "orphan_budget": "--orphan-budget",
+    "deadline_budget": "--deadline-budget",
     "beat": "--interval",
     "scrape": "--scrape",
     "job": "--job",
@@ -37,13 +39,19 @@ FLAGS: Final[Mapping[str, str]] = {
     "labels": "--label",
 }
 _TIMES: Final = ("deadline", "age_cut", "window", "beat", "scrape")
+_SHARES: Final = ("orphan_budget", "deadline_budget")
+
+#: A budget that is spent 14 times too fast must still be less than everything.
+_MOST: Final = 0.05
+
 _URLS: Final = ("runbooks", "dashboards", "exporter", "engine", "prometheus")
 
 #: Nothing in it may end a word of a shell, a link of Markdown or a text of YAML.
 _URL: Final = re.compile(r"https?://[\w.:\[\]-]+(/([\w./:@%+~=#?&-]|\{alert\})*)?")
 
 #: What keeps a dashboard's queries to what its reader chose.
-_CHOSEN: Final = 'job=~"$job",instance=~"$instance"'
+_CHOSEN: Final = 'cluster=~"$cluster",job=~"$job",instance=~"$instance"'
+_CHOSEN_ENGINE: Final = promql.Match("=~", "$engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +59,13 @@ class Site:
     """One site. Times are in seconds; what is not given is as the exporter has it by default.
 
     ``deadline``, ``age_cut``, ``window`` and ``beat``: the exporter's settings of these names, the last its
-    ``interval``. ``scrape``: how often Prometheus scrapes the exporter and evaluates these rules. ``job``: the name of
-    that scrape. ``selector``: matchers that every query has besides its own, as ``cluster="a"``. ``runbooks`` and
-    ``dashboards``: where the links of alerts lead; ``{alert}`` in the first stands for an alert's name, and without it
-    the name is put behind. ``exporter``, ``engine`` and ``prometheus``: addresses in the commands of runbooks.
-    ``owner``: who is called. ``namespace`` and ``labels``: of the Kubernetes objects.
+    ``interval``. ``orphan_budget``: the share of the tokens of 30 days that may be generated for nobody, and
+    ``deadline_budget``: the share of 30 days in which deadlines may be missed. ``scrape``: how often Prometheus scrapes
+    the exporter and evaluates these rules. ``job``: the name of that scrape. ``selector``: matchers that every query
+    has besides its own, as ``cluster="a"``. ``runbooks`` and ``dashboards``: where the links of alerts lead;
+    ``{alert}`` in the first stands for an alert's name, and without it the name is put behind. ``exporter``,
+    ``engine`` and ``prometheus``: addresses in the commands of runbooks. ``owner``: who is called. ``namespace`` and
+    ``labels``: of the Kubernetes objects.
 
     Raises SettingsError for what cannot be.
     """
@@ -63,6 +73,8 @@ class Site:
     deadline: float = _DEFAULTS.deadlines[INTERACTIVE]
     age_cut: float = _DEFAULTS.age_cut
     window: float = _DEFAULTS.window
+    orphan_budget: float = 0.01
+    deadline_budget: float = 0.005
     beat: float = 1.0
     scrape: float = 5.0
     job: str = "tokengap"
@@ -92,6 +104,9 @@ class Site:
 
     def select(self, series: Series | str, part: str = "", /, **labels: str | promql.Match) -> str:
         """Return the vector of a series, as ``name{cluster="a",state="stuck"}``; of its part ``_bucket``, for one."""
+        on_dashboard = self.selector.endswith(_CHOSEN)
+        if on_dashboard and isinstance(series, Series) and "engine" in series.labels:
+            labels = {"engine": _CHOSEN_ENGINE, **labels}
         return promql.vector(f"{series}{part}", self.selector, labels)
 
     def per(self, *labels: str) -> tuple[str, ...]:
@@ -117,13 +132,17 @@ class Site:
             value = getattr(self, name)
             if value == getattr(usual, name):
                 continue
-            for word in [f"{key}={one}" for key, one in value.items()] if name == "labels" else [_written(value)]:
+            for word in [f"{key}={one}" for key, one in value.items()] if name == "labels" else [_written(name, value)]:
                 yield from (flag, word)
 
     def _problems(self) -> Iterator[str]:
         for name in _TIMES:
             if not getattr(self, name) > 0:
                 yield f"{FLAGS[name]} is {getattr(self, name):g}; expected more than 0"
+        for name in _SHARES:
+            if not 0 < getattr(self, name) <= _MOST:
+                share, most = promql.percent(getattr(self, name)), promql.percent(_MOST)
+                yield f"{FLAGS[name]} is {share}; expected more than 0% and at most {most}"
         if self.age_cut >= self.deadline:
             cut, deadline = promql.said(self.age_cut), promql.said(self.deadline)
             yield f"--age-cut is {cut}; expected less than the deadline, {deadline}"
@@ -146,8 +165,10 @@ def repository_url(alert: str) -> str:
     return _address(f"{REPOSITORY}/runbooks", alert)
 
 
-def _written(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.12g}s"
+def _written(name: str, value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return promql.percent(value) if name in _SHARES else f"{value:.12g}s"
 
 
 def _address(base: str, alert: str) -> str:

@@ -18,7 +18,7 @@ SEVERITIES: Final[tuple[Severity, ...]] = get_args(Severity)
 Board: TypeAlias = Literal["money", "oncall", "engine", "gpu", "exporter"]
 
 #: How a panel draws, by Grafana's names.
-Drawing: TypeAlias = Literal["timeseries", "stat", "state-timeline"]
+Drawing: TypeAlias = Literal["timeseries", "stat", "state-timeline", "bargauge", "table"]
 
 _NAME: Final = re.compile(r"Tokengap([A-Z][a-z0-9]+)+")
 _LONGEST_NAME: Final = 50  # of characters; what tools of operators refuse

@@ -16,7 +16,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from tokengap.lab.report import STREAMED_BAR, WHOLE_BAR
+from tokengap.lab.report import bar
 from tokengap.lab.ways import COLUMNS, KINDS, WAYS, Column, Kind
 
 #: With what the exporter runs: as it was started, as a user who may do nothing, or without events of closed sockets.
@@ -26,9 +26,6 @@ MODES: dict[Mode, str] = {
     "unprivileged": "Without any privilege",
     "no-events": "Without events of closed sockets (`tokengap_accounting_mode` says `beat`)",
 }
-
-#: The bar for an engine that itself goes on: what it generates without a socket has to be told from the rest.
-ENGINE_LEAKS_BAR = 0.03
 
 #: Tokens: a claim of less is none; and of each who left so many may have been on the way to it.
 NO_CLAIM, ON_THE_WAY = 0.5, 1.0
@@ -83,9 +80,7 @@ class Cell:
 
     def bar(self) -> float:
         """Return the most that the error may be."""
-        if self.kind == "whole":
-            return WHOLE_BAR
-        return ENGINE_LEAKS_BAR if WAYS[self.way].engine_leaks else STREAMED_BAR
+        return bar(streamed=self.kind != "whole", engine_leaks=WAYS[self.way].engine_leaks)
 
     def misses(self) -> tuple[str, ...]:
         """Return in words which bars it misses, none when it was not run."""

@@ -31,18 +31,7 @@ from tokengap.lab.batching import Knobs
 from tokengap.lab.matrix import TOKENGAP, chosen, measure
 from tokengap.lab.matrix import Plan as MatrixPlan
 from tokengap.lab.parts import LOOPBACK, Part
-from tokengap.lab.report import (
-    STREAMED_BAR,
-    WHOLE_BAR,
-    Comparison,
-    Fields,
-    Report,
-    became_of,
-    last_leave,
-    measured,
-    moments,
-    truth_of_lab,
-)
+from tokengap.lab.report import Comparison, Fields, Report, bar, became_of, last_leave, measured, moments, truth_of_lab
 from tokengap.lab.scrape import Exporter, Scrape
 from tokengap.lab.stage import (
     LEAKS,
@@ -269,7 +258,7 @@ async def _play(
         return Report(
             truth=await witness.truth(outcomes, moments(drill.scrapes, left)),
             measured=measured(drill.scrapes, left),
-            bar=STREAMED_BAR if options.stream else WHOLE_BAR,
+            bar=bar(streamed=options.stream, engine_leaks=options.leak == "engine"),
             scraped=measured(drill.slow_scrapes, left),
             scrape_every=options.scrape_every,
             scrapes=len(drill.slow_scrapes),

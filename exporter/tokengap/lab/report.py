@@ -23,9 +23,18 @@ from tokengap.view import ENDINGS, Ending
 
 Unit: TypeAlias = Literal["", "s", "share"]
 
-#: The most by which the measured gap may be off, as a share of tokens out. Answers that are not streamed show no bytes
-#: until they are whole, so their tokens are attributed by time.
-STREAMED_BAR, WHOLE_BAR = 0.01, 0.05
+#: The most by which the measured gap may be off, as a share of tokens out. An engine that itself goes on generates
+#: without a socket, which has to be told from the rest. Answers that are not streamed show no bytes until they are
+#: whole, so their tokens are attributed by time.
+STREAMED_BAR, ENGINE_LEAKS_BAR, WHOLE_BAR = 0.01, 0.03, 0.05
+
+
+def bar(*, streamed: bool, engine_leaks: bool = False) -> float:
+    """Return the bar for answers that are streamed or whole, from an engine that stops or goes on."""
+    if not streamed:
+        return WHOLE_BAR
+    return ENGINE_LEAKS_BAR if engine_leaks else STREAMED_BAR
+
 
 #: The deadline for a first token, seconds: what an exporter takes that is not told another one.
 DEADLINE = Limits().deadlines[INTERACTIVE]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tokengap.bundle import recording
@@ -11,7 +11,7 @@ from tokengap.bundle.render.dashboards import watch_url
 from tokengap.bundle.render.file import File, as_yaml
 from tokengap.bundle.site import Site, repository_url
 from tokengap.bundle.watch import Watch
-from tokengap.bundle.watches import SUBJECTS
+from tokengap.bundle.watches import SUBJECTS, budgets
 
 
 def runbook_url(site: Site, watch: Watch) -> str:
@@ -48,10 +48,14 @@ def alerts(site: Site) -> dict[str, Any]:
 
 
 def recordings(site: Site) -> dict[str, Any]:
-    """Return the group of recording rules."""
-    rules = [{"record": record.name, "expr": record.expr} for record in recording.records(site)]
-    interval = duration(max(recording.EVERY, site.scrape))
-    return {"groups": [{"name": "tokengap-fleet", "interval": interval, "rules": rules}]}
+    """Return the groups of recording rules. Those of budgets read days at a time: once a minute is often enough."""
+    fleet = _recorded("fleet", recording.records(site), max(recording.EVERY, site.scrape))
+    return {"groups": [fleet, _recorded("shares", budgets.records(site), max(budgets.EVERY, site.scrape))]}
+
+
+def _recorded(name: str, records: Iterable[recording.Record], interval: float) -> dict[str, Any]:
+    rules = [{"record": record.name, "expr": record.expr} for record in records]
+    return {"name": f"tokengap-{name}", "interval": duration(interval), "rules": rules}
 
 
 def files(site: Site) -> Iterator[File]:

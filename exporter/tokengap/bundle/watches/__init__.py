@@ -8,13 +8,16 @@ from typing import Final, TypeAlias
 
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import Watch
-from tokengap.bundle.watches import engines, itself, queue
+from tokengap.bundle.watches import budgets, clients, engines, itself, orphans, queue
 
 Make: TypeAlias = Callable[[Site], Watch]
 
 #: The watches of each subject, in the order of a person's questions. A subject is a group of rules.
 SUBJECTS: Final[Mapping[str, tuple[Make, ...]]] = {
     "queue": queue.WATCHES,
+    "orphans": orphans.WATCHES,
+    "clients": clients.WATCHES,
+    "budgets": budgets.WATCHES,
     "engines": engines.WATCHES,
     "itself": itself.WATCHES,
 }
