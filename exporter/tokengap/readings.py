@@ -244,6 +244,58 @@ class ProxySnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayEngine:
+    """One engine as a ``tokengap admit`` has it, counted since its start.
+
+    ``out`` tokens were written to clients, of which ``useful`` were acknowledged and ``orphaned`` never will be.
+    ``ended`` counts streams by how they ended. ``slots`` counts its slots by what they are taken by, ``free`` among
+    them; ``held_for`` is how long ago, in seconds, the client of the oldest held one left, 0 while none is held.
+    """
+
+    out: float
+    useful: float
+    orphaned: float
+    ended: Mapping[str, int]
+    slots: Mapping[str, int]
+    held_for: float
+    up: bool
+
+    @property
+    def pending(self) -> float:
+        """Tokens written and neither acknowledged nor lost."""
+        return self.out - self.useful - self.orphaned
+
+    @property
+    def zombies(self) -> int:
+        """Slots taken by streams whose client left."""
+        return sum(self.slots.values()) - self.slots.get("free", 0) - self.slots.get("streaming", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayClass:
+    """The queue of one class in a gateway: how many wait, the age of the oldest, in how many seconds one that came now
+    would start (None: not known), and what was decided since its start."""
+
+    waiting: int
+    queue_age: float
+    expected_start: float | None
+    decisions: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayPage:
+    """What a ``tokengap admit`` says about itself. ``started`` (Unix time) tells one process from the next; ``moves``
+    are (state before, event, state after, how often)."""
+
+    started: float
+    mode: str
+    closed: bool
+    engines: Mapping[str, GatewayEngine]
+    classes: Mapping[str, GatewayClass]
+    moves: tuple[tuple[str, str, str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Reading(Generic[T]):
     """One source's answer in one beat, or why there is none.
 
@@ -267,7 +319,7 @@ class Readings:
     ``at`` is *now*, monotonic; ``wall`` the same instant as Unix time, for people and timestamps only. ``late`` is True
     when this beat came more than half an interval after it was due (a suspended process, a starved host). ``gpu`` is
     None where GPUs are not asked for (``--no-gpu``); on a host without any it has a value that says so. ``proxies`` is
-    by hop, for those whose own interface was named.
+    by hop, for those whose own interface was named, ``gateway`` None where none was.
     """
 
     at: float
@@ -278,4 +330,5 @@ class Readings:
     processes: Reading[ProcessTable]
     gpu: Reading[GpuSnapshot] | None = None
     proxies: Mapping[str, Reading[ProxySnapshot]] = field(default_factory=dict)
+    gateway: Reading[GatewayPage] | None = None
     late: bool = False

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from lab.serving import until
 from tokengap.admit.service import Gateway, gateway
 from tokengap.config import Settings, load
 from tokengap.lab.parts import LOOPBACK
@@ -51,12 +52,14 @@ async def published(built: Gateway) -> dict[str, float]:
     }
 
 
-async def settled(built: Gateway, within: float = 5.0) -> dict[str, float]:
+async def settled(built: Gateway) -> dict[str, float]:
     """Return the page once nothing of the first engine is pending: a kernel acknowledges up to 40 ms after it read."""
-    async with asyncio.timeout(within):
-        while (page := await published(built))["tokengap_tokens_pending{e0}"]:
-            await asyncio.sleep(0.02)
-    return page
+
+    async def nothing_pending() -> bool:
+        return not (await published(built))["tokengap_tokens_pending{e0}"]
+
+    await until(nothing_pending)
+    return await published(built)
 
 
 class Raw:

@@ -61,3 +61,12 @@ def test_who_never_came_to_an_engine_is_in_no_sum():
     books.end(refused, "failed")
     books.settle(refused)
     assert not books.endings
+
+
+def test_who_leaves_the_queue_is_cancelled():
+    """At the only engine that it could have gone to, and where there are several at none."""
+    for only in ("e", ""):
+        books, left = Books(only), Entry(engine="")
+        books.begin(left)
+        books.end(left, "cancelled")
+        assert dict(books.endings) == {(only, "cancelled"): 1}

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tokengap.admit.delivery import Delivery
+from tokengap.topology import GATEWAY_HOP
 from tokengap.view import Client, Ending, Tokens
-
-#: The hop that this is, in the label of that name.
-HOP = "admit"
 
 
 class Entry(Protocol):
@@ -50,9 +48,13 @@ class _Sum:
 
 
 class Books:
-    """The sums since start, and what is not final yet."""
+    """The sums since start, and what is not final yet.
 
-    def __init__(self) -> None:
+    ``only`` is the engine where there is one: then a stream that waits, and goes to no engine yet, is one of its own.
+    """
+
+    def __init__(self, only: str = "") -> None:
+        self._only = only
         self.endings: Counter[tuple[str, Ending]] = Counter()
         self._sums: defaultdict[str, _Sum] = defaultdict(_Sum)
         self._in_flight: dict[Entry, None] = {}
@@ -73,8 +75,8 @@ class Books:
     def end(self, entry: Entry, how: Ending) -> None:
         """It is over."""
         del self._in_flight[entry]
-        if entry.engine:
-            self.endings[entry.engine, how] += 1
+        if entry.engine or how == "cancelled":  # a refused one is no stream; one that left the queue was
+            self.endings[entry.engine or self._only, how] += 1
 
     def settle(self, entry: Entry) -> None:
         """Its ledger is final: what its client has not got now, nobody gets."""
@@ -90,4 +92,4 @@ class Books:
         live = [entry.delivery for entry in self._unsettled if entry.engine == engine]
         out = sums.out + sum(one.out for one in live)
         useful = sums.useful + sum(one.useful for one in live)
-        return Tokens(out, useful, {HOP: sums.orphaned}, out - useful - sums.orphaned)
+        return Tokens(out, useful, {GATEWAY_HOP: sums.orphaned}, out - useful - sums.orphaned)

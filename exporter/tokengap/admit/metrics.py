@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
-from tokengap.admit.books import HOP, Books
+from tokengap.admit.books import Books
 from tokengap.admit.gate import EngineNow, GateView
 from tokengap.admit.states import State
+from tokengap.readings import GatewayClass, GatewayEngine, GatewayPage
 from tokengap.series.admit import ADMISSION
 from tokengap.series.declare import Series
 from tokengap.series.itself import BEAT_INTERVAL, BUILD_INFO, LAST_BEAT
 from tokengap.series.queue import DEADLINE_SLACK, QUEUE_AGE, SLOT_UTILIZATION, SLOTS
 from tokengap.series.streams import STREAMS_IN_FLIGHT
 from tokengap.series.tokens import TOKENS_ORPHANED, TOKENS_OUT, TOKENS_PENDING, TOKENS_USEFUL
-from tokengap.topology import Engine
-from tokengap.view import AGE_BOUNDS, STREAM, AdmissionView, Client, EngineView, StreamGroup, View
+from tokengap.topology import GATEWAY_HOP, Engine
+from tokengap.view import AGE_BOUNDS, DECISIONS, ENDINGS, STREAM, AdmissionView, Client, EngineView, StreamGroup, View
 
 #: Seconds between two pages.
 EVERY: Final = 1.0
@@ -34,6 +36,44 @@ SERIES: Final[tuple[Series, ...]] = (
     *ADMISSION,
     *(LAST_BEAT, BEAT_INTERVAL, BUILD_INFO),
 )
+
+
+def page_of(gate: GateView, books: Books, started: float) -> GatewayPage:
+    """Return what an exporter is told (``tokengap serve --admit``). ``started`` is Unix time."""
+    return GatewayPage(
+        started=started,
+        mode=gate.mode,
+        closed=gate.closed,
+        engines={engine.name: _told(engine, books) for engine in gate.engines},
+        classes={
+            one.name: GatewayClass(
+                waiting=one.waiting,
+                queue_age=one.queue_age,
+                expected_start=_known(one.expected_start),
+                decisions={decision: gate.decisions.get((one.name, decision), 0) for decision in DECISIONS},
+            )
+            for one in gate.classes
+        },
+        moves=tuple((str(a), str(b), str(c), times) for (a, b, c), times in gate.moves.items()),
+    )
+
+
+def _known(seconds: float | None) -> float | None:
+    """Return a time that JSON can tell: it has no infinity, which is to no slot being ever expected to be free."""
+    return None if seconds is None or math.isinf(seconds) else seconds
+
+
+def _told(engine: EngineNow, books: Books) -> GatewayEngine:
+    tokens = books.tokens(engine.name)
+    return GatewayEngine(
+        out=tokens.out,
+        useful=tokens.useful,
+        orphaned=sum(tokens.orphaned.values()),
+        ended={how: books.endings[engine.name, how] for how in ENDINGS},
+        slots=engine.states,
+        held_for=engine.held_for,
+        up=engine.up,
+    )
 
 
 def view_of(
@@ -69,9 +109,9 @@ def view_of(
             _engine(engine, by_name[engine.name], books, models.get(engine.name, ()), waiting, queue_age, slack)
             for engine in engines
         ),
-        hop_names=(HOP,),
+        hop_names=(GATEWAY_HOP,),
         groups=tuple(_groups(books, now)),
-        endings={(engine, HOP, how): count for (engine, how), count in books.endings.items()},
+        endings={(engine, GATEWAY_HOP, how): count for (engine, how), count in books.endings.items()},
         streams=np.zeros(0, STREAM),
         admission=AdmissionView(
             mode=gate.mode,
@@ -130,7 +170,7 @@ def _groups(books: Books, now: float) -> Iterable[StreamGroup]:
         counts = np.histogram(of_group, bins=_BINS)[0]
         yield StreamGroup(
             engine,
-            HOP,
+            GATEWAY_HOP,
             client,
             len(of_group),
             tuple(counts.tolist()),

@@ -22,12 +22,13 @@ from tokengap.admit.classes import Classes, Sign
 from tokengap.admit.client import Clients, ClientServer
 from tokengap.admit.control import SIGHUP, Switch, usual_path
 from tokengap.admit.gate import EngineSlots, Gate, Policy, Rule
-from tokengap.admit.metrics import EVERY, SERIES, view_of
+from tokengap.admit.metrics import EVERY, SERIES, page_of, view_of
 from tokengap.admit.proxy import Exchange, House
 from tokengap.admit.upstream import Upstreams, open_session
 from tokengap.config import Settings, topology
 from tokengap.errors import SettingsError, SetupError, SourceError, SourceUnusable
 from tokengap.sources.engine import EngineSource, resolve
+from tokengap.sources.gateway import PATH as ADMISSION_PATH
 from tokengap.topology import BATCH, INTERACTIVE, Endpoint, Engine
 from tokengap.view import AdmitMode
 from tokengap.web.routes import scrape
@@ -71,9 +72,11 @@ class Gateway:
         self._engines = engines
         self._serving = Serving(series=SERIES)
         self._beats = 0
+        self._started = time.time()
         self._tasks: dict[Exchange, asyncio.Task[None]] = {}
         self._pages: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {
             "/metrics": self._metrics,
+            ADMISSION_PATH: self._admission,
             "/-/healthy": self._healthy,
             "/-/ready": self._ready,
         }
@@ -90,7 +93,7 @@ class Gateway:
                 del self._tasks[exchange]
         page = self._pages.get(path)
         if page is None:
-            return web.Response(status=404, text="there is /v1/..., /metrics, /-/healthy and /-/ready here\n")
+            return web.Response(status=404, text=f"there is /v1/... here, and {', '.join(self._pages)}\n")
         if request.method not in ("GET", "HEAD"):
             return web.Response(status=405, headers={"Allow": "GET, HEAD"})
         return await page(request)
@@ -148,6 +151,13 @@ class Gateway:
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
         return await scrape(self._serving, request)
 
+    async def _admission(self, _: web.BaseRequest) -> web.Response:
+        """Tell an exporter all counts, as they are now."""
+        now = time.monotonic()
+        self._house.clients.look(now)
+        page = page_of(self.admission.gate.view(now), self._house.books, self._started)
+        return web.Response(body=msgspec.json.encode(page), content_type="application/json")
+
     async def _healthy(self, _: web.BaseRequest) -> web.Response:
         """Answer that this process serves. Says nothing of engines: theirs must not get the gateway restarted."""
         return web.Response(text="healthy\n")
@@ -190,7 +200,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Gateway]:
             admission=Admission(Gate(_policy(settings, rules), slots), pages),
             clients=clients,
             classes=Classes(rules, (Sign(*sign.parts) for sign in settings.admit_signs)),  # type: ignore[arg-type]
-            books=Books(),
+            books=Books(watched.engines[0].name if len(watched.engines) == 1 else ""),
         )
         built = Gateway(settings, house, watched.engines)
         for work in (clients.watch, house.admission.read_pages, built.publish):

@@ -176,6 +176,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nginx_status: Annotated[
         tuple[InterfaceSettings, ...], "nginx's page of `stub_status`: how many requests it has at work."
     ] = ()
+    admit: Annotated[
+        Url | None,
+        "A `tokengap admit` in front of the engines, such as http://127.0.0.1:8090: its exact counts take the place of "
+        "estimates, and its series are on this page too. Engines need the same names in both.",
+    ] = None
     gpu: Annotated[bool, "Read this host's GPUs where there is an NVIDIA driver."] = True
     dcgm: Annotated[
         Url | None, "A dcgm-exporter to read GPUs from, where no second client of the driver may run. Replaces `gpu`."

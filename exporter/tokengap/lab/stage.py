@@ -104,7 +104,9 @@ class Plan:
     def serve(self) -> list[str]:
         """The arguments of ``tokengap serve`` for it."""
         hops = {name: f"{LOOPBACK}:{port}" for name, port in self.hops.items()}
-        return serve_arguments(self.ports.exporter, f"http://{LOOPBACK}:{self.ports.engine}", hops)
+        arguments = serve_arguments(self.ports.exporter, f"http://{LOOPBACK}:{self.ports.engine}", hops)
+        gateways = [port for port, name in zip(self.hops.values(), self.through, strict=True) if name == ADMIT.name]
+        return arguments + [f"--admit=http://{LOOPBACK}:{port}" for port in gateways]
 
     def path(self) -> str:
         """Return the way of a request, in words."""
