@@ -50,7 +50,7 @@ def proxy(name: str, edge: int, worker: int, directory: Path) -> tuple[Part, tup
     """The program with the page's configuration, at other ports, and the command that checks it as the page says."""
     said = block({"envoy": "yaml"}.get(name, name)).replace("8080", str(edge)).replace("8100", str(worker))
     program = str(PROXIES[name].program())
-    config = directory / f"{name}.conf"
+    config = directory / PROXIES[name].config_name
     config.write_text(NGINX.format(directory=directory, said=said) if name == "nginx" else said)
     match name:
         case "nginx":
@@ -72,7 +72,7 @@ async def test_with_this_configuration_the_engine_is_told_at_once(name, tmp_path
     edge = free_port()
     async with engine(rate=200, prefill_rate=200) as worker:
         part, check = proxy(name, edge, worker, tmp_path)
-        subprocess.run(check, check=True, capture_output=True, timeout=20)
+        await asyncio.to_thread(subprocess.run, check, check=True, capture_output=True, timeout=20)
         async with running(part, tmp_path), aiohttp.ClientSession(f"http://{LOOPBACK}:{edge}") as asking:
             body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 20}
             async with asking.post("/v1/chat/completions", json=body) as answer:

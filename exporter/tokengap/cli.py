@@ -85,7 +85,7 @@ STOP_WITHIN = 5.0
 #: What to watch; the other settings are about how.
 SELECTION = (
     *("engines", "hops", "auto", "slots", "netns"),
-    *("haproxy_socket", "envoy_admin", "nginx_status", "gpu", "dcgm"),
+    *("haproxy_socket", "envoy_admin", "nginx_status", "admit", "gpu", "dcgm"),
 )
 
 

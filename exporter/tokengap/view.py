@@ -48,6 +48,9 @@ Unaccounted: TypeAlias = Literal["gpu", "engine", "late", "mig"]
 BlindSpot: TypeAlias = Literal["http2_clients", "http3_clients", "unix_upstream", "load_balancer"]
 BLIND_SPOTS: tuple[BlindSpot, ...] = ("http2_clients", "http3_clients", "unix_upstream", "load_balancer")
 
+#: Why a free slot must not be given away; see :mod:`tokengap.join.capacity`.
+Condition: TypeAlias = Literal["no_cancel", "not_tied", "slack_short"]
+
 AdmitMode: TypeAlias = Literal["age", "busy"]
 MODES: tuple[AdmitMode, ...] = ("age", "busy")
 
@@ -222,7 +225,8 @@ class EngineView:
 
     ``family`` is the kind of engine by its page (``vllm``, ``sglang``, ...), empty until a page was read. ``stale``:
     what the page says of requests is left from before they were aborted; there are none. ``unfinished_tokens`` are
-    those of requests that never finished, by the engine's own counters when it was last at rest.
+    those of requests that never finished, by the engine's own counters when it was last at rest. ``unsafe`` tells of
+    each condition that is known whether it holds.
     """
 
     name: str
@@ -250,6 +254,7 @@ class EngineView:
     family: str = ""
     stale: bool = False
     unfinished_tokens: float | None = None
+    unsafe: Mapping[Condition, bool] = field(default_factory=dict)
 
     @property
     def utilization(self) -> float | None:

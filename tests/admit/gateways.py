@@ -42,7 +42,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 async def published(built: Gateway) -> dict[str, float]:
     """Return the gateway's page as it is now: samples by name and label values, ``name{a,b}``."""
-    await built.publish_now()
+    built.publish()
     async with session(built) as asking, asking.get("/metrics") as answer:
         text = await answer.text()
     return {

@@ -1,10 +1,12 @@
 """The life of a stream at the gate: the table, and what it keeps to in every order of events."""
 
+import os
 from itertools import permutations, product
+from pathlib import Path
 
 import pytest
 
-from tokengap.admit.states import CONNECTED, ENDS, HOLDS_SLOT, MOVES, Action, Event, State, move
+from tokengap.admit.states import CONNECTED, ENDS, HOLDS_SLOT, MOVES, Action, Event, State, move, table
 
 #: What can happen to a stream that was started, by whomever it is said.
 LATER = tuple(event for event in Event if event not in (Event.ADMIT, Event.REFUSE))
@@ -79,3 +81,15 @@ def test_from_every_state_there_is_a_way_out():
     while more := {before for (before, _), leads in MOVES.items() if leads.to in reached} - reached:
         reached |= more
     assert reached == set(State)
+
+
+def test_golden_table_stands_in_the_docs():
+    """As :func:`table` draws it; `make accept` writes it there."""
+    page = Path(__file__).parent.parent.parent / "docs" / "admit.md"
+    text, drawn = page.read_text(), "\n".join(table())
+    begin, end = "<!-- drawn from exporter/tokengap/admit/states.py by `make accept` -->\n", "\n<!-- the end of it -->"
+    before, _, rest = text.partition(begin)
+    if os.environ.get("TOKENGAP_ACCEPT"):
+        page.write_text(f"{before}{begin}{drawn}{end}{rest.partition(end.strip())[2]}")
+        return
+    assert rest.partition(end)[0] == drawn

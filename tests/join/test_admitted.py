@@ -21,7 +21,10 @@ def told(out=0, useful=0, orphaned=0, *, slots=FREE, started=1.0, **ended) -> Ga
     return GatewayPage(started, "age", False, {"worker": engine}, {})
 
 
-def begun(page: GatewayPage, tokens: Tokens = Tokens(), outer=()) -> Counted:
+NOTHING = Tokens()
+
+
+def begun(page: GatewayPage, tokens: Tokens = NOTHING, outer=()) -> Counted:
     return admitted.begin(tokens, dict(outer), {}, page, page.engines["worker"], 0.0)
 
 

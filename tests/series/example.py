@@ -67,6 +67,7 @@ def rich_view() -> View:
         ),
         restarts_last_hour=1,
         unfinished_tokens=92.0,
+        unsafe={"no_cancel": True, "slack_short": False},
     )
     spare = EngineView(
         name='spare "b"\\<b>',

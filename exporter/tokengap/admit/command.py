@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -39,6 +40,9 @@ def admit(context: click.Context, /, config: Path | None, **flags: Any) -> None:
         again = partial(load, config, os.environ, flags)
         settings = again()
         logs.configure(settings.log_level, settings.log_format)
+        # What was imported stays: to look through it again and again for what may go stops all streams for 40 ms.
+        gc.collect()
+        gc.freeze()
         asyncio.run(_serve(settings, again))
 
 

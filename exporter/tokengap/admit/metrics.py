@@ -22,7 +22,7 @@ from tokengap.series.tokens import TOKENS_ORPHANED, TOKENS_OUT, TOKENS_PENDING, 
 from tokengap.topology import GATEWAY_HOP, Engine
 from tokengap.view import AGE_BOUNDS, DECISIONS, ENDINGS, STREAM, AdmissionView, Client, EngineView, StreamGroup, View
 
-#: Seconds between two pages.
+#: Seconds for which a page is served again.
 EVERY: Final = 1.0
 
 #: An age of exactly a bound belongs below it.

@@ -27,6 +27,7 @@ from tokengap.admit.proxy import Exchange, House
 from tokengap.admit.upstream import Upstreams, open_session
 from tokengap.config import Settings, topology
 from tokengap.errors import SettingsError, SetupError, SourceError, SourceUnusable
+from tokengap.series.render import render
 from tokengap.sources.engine import EngineSource, resolve
 from tokengap.sources.gateway import PATH as ADMISSION_PATH
 from tokengap.topology import BATCH, INTERACTIVE, Endpoint, Engine
@@ -103,14 +104,12 @@ class Gateway:
         loop, most = asyncio.get_running_loop(), self._settings.admit_max_body
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=most)
 
-    async def publish(self) -> NoReturn:
-        """Publish the page of series for ever."""
-        while True:
-            await self.publish_now()
-            await asyncio.sleep(EVERY)
+    def publish(self) -> None:
+        """Publish what is known now.
 
-    async def publish_now(self) -> None:
-        """Publish what is known now."""
+        In the loop and not in a thread: a thread that renders would take the interpreter's lock at each write of a
+        stream and keep it for 5 ms (sys.getswitchinterval), 200 times in a burst, where the page takes 5 ms once.
+        """
         now = time.monotonic()
         self._house.clients.look(now)
         self._beats += 1
@@ -121,7 +120,7 @@ class Gateway:
         view = view_of(
             gate, self._house.books, self._engines, models, deadlines, now=now, wall=time.time(), beats=self._beats
         )
-        await self._serving.render_and_publish(view)
+        self._serving.publish(view, render(view, self._serving.also, SERIES))
 
     def reload(self, settings: Settings) -> None:
         """Take over what may be changed while it runs: the mode, cuts and deadlines. The rest takes a restart."""
@@ -149,6 +148,10 @@ class Gateway:
             await asyncio.wait(self._tasks.values(), timeout=LAST_WORDS)
 
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        """Answer a scrape. The page is made when somebody asks for it, for all who ask within a second."""
+        view = self._serving.view
+        if view is None or time.monotonic() - view.at >= EVERY:
+            self.publish()
         return await scrape(self._serving, request)
 
     async def _admission(self, _: web.BaseRequest) -> web.Response:
@@ -203,7 +206,7 @@ async def gateway(settings: Settings) -> AsyncIterator[Gateway]:
             books=Books(watched.engines[0].name if len(watched.engines) == 1 else ""),
         )
         built = Gateway(settings, house, watched.engines)
-        for work in (clients.watch, house.admission.read_pages, built.publish):
+        for work in (clients.watch, house.admission.read_pages):
             await stack.enter_async_context(_going_on(work()))
         built.port = await stack.enter_async_context(_listening(built, settings.admit_listen))
         path = Path(settings.admit_control or usual_path(built.port))

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.join import admitted, blind, cost, endings, gpus, ledger, proxies, queue, rest, silent, streams, verdict
+from tokengap.join import (
+    admitted,
+    blind,
+    capacity,
+    cost,
+    endings,
+    gpus,
+    ledger,
+    proxies,
+    queue,
+    rest,
+    silent,
+    streams,
+    verdict,
+)
 from tokengap.join.client import CONNECTED, VANISHED
 from tokengap.join.segments import Owned, Segments, in_flight, stays
 from tokengap.readings import EnginePage, GatewayPage, Reading, Readings, SocketSnapshot, as_ipv6
@@ -18,6 +33,7 @@ from tokengap.view import (
     CLIENTS,
     STREAM,
     Accounting,
+    Condition,
     Ending,
     EngineView,
     NetnsState,
@@ -48,6 +64,7 @@ class EngineMemory:
     restarts: int = 0
     covered: bool = False  # when last it had requests, we saw a socket of each
     counted: admitted.Counted | None = None  # where a gateway counts
+    lately: capacity.Lately = field(default_factory=capacity.Lately)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +136,10 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         stream_state = replace(stream_state, segments=segments[stays(segments)])
         seen = replace(seen, segments=segments)
         table, groups = _streams_now(seen, topology, readings)
+    for index, engine in enumerate(topology.engines):
+        memory = memories[engine.name]
+        lately, unsafe = _capacity(memory, views[index], engine, groups, topology, readings.at)
+        memories[engine.name], views[index] = replace(memory, lately=lately), replace(views[index], unsafe=unsafe)
 
     memories_of_proxies = proxies.observe(state.proxies, readings)
     signs = seen.signs if seen is not None else None
@@ -172,6 +193,35 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         admission=None if told is None else admitted.admission(told),
     )
     return state, view_
+
+
+def _capacity(
+    memory: EngineMemory,
+    view: EngineView,
+    engine: Engine,
+    groups: Sequence[StreamGroup],
+    topology: Topology,
+    at: float,
+) -> tuple[capacity.Lately, Mapping[Condition, bool]]:
+    """Say whether a free slot of an engine may be given away."""
+    ended: Counter[Ending] = Counter()
+    for (_, how), count in _endings(memory, topology).items():
+        ended[how] += count
+    mine = [group for group in groups if group.engine == engine.name]
+    streams = sum(group.count for group in mine)
+    return capacity.observe(
+        memory.lately,
+        capacity.Counts(
+            at,
+            left=ended["cancelled"] + ended["orphaned"],
+            ran_on=ended["orphaned"],
+            out=view.tokens.out,
+            orphaned=sum(view.tokens.orphaned.values()),
+        ),
+        held=any(group.client in ("vanished", "gone") for group in mine),
+        slack=view.slack.get(engine.klass),
+        mean_age=sum(group.age_sum for group in mine) / streams if streams else None,
+    )
 
 
 def _endings(memory: EngineMemory, topology: Topology) -> Mapping[tuple[str, Ending], int]:
@@ -293,7 +343,8 @@ def _engine(
     if load is not None and counted is not None and not readings.topology.before_gateway:
         load = replace(load, orphans=min(counted.last.zombies, load.running))
     memory = EngineMemory(
-        book, fates, curve, judge, breach, most, skipped, models, judgement.restarts, covered, counted
+        *(book, fates, curve, judge, breach, most, skipped, models, judgement.restarts, covered, counted),
+        lately=memory.lately,
     )
     view = EngineView(
         name=engine.name,
@@ -611,4 +662,4 @@ def _gateway_source(reading: Reading[GatewayPage], topology: Topology) -> Source
         return SourceView("gateway", hop, False, reading.took, reading.error or "")
     unknown = [engine.name for engine in topology.engines if engine.name not in reading.value.engines]
     detail = f"it has no engine named {', '.join(unknown)}, but {', '.join(reading.value.engines)}" if unknown else ""
-    return SourceView("gateway", hop, not unknown, reading.took, detail)
+    return SourceView("gateway", hop, len(unknown) < len(topology.engines), reading.took, detail)
