@@ -57,6 +57,9 @@ check: $(VENV)/dev.stamp ## format, lint, types, layers, drift, then the tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/yamllint --strict .
+	$(BIN)/amlint check deploy/alertmanager.yml
+	$(BIN)/pymarkdown scan README.md CHANGELOG.md docs runbooks
 	$(MAKE) drift
 	$(MAKE) test
 

@@ -11,6 +11,7 @@ import aiohttp
 
 import tokengap.join
 from tokengap.beat import Beat, GpuSource, Sources, deadline
+from tokengap.bundle.site import Site, is_address
 from tokengap.config import Settings, topology
 from tokengap.errors import SettingsError
 from tokengap.series.engines import public_url
@@ -57,6 +58,7 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     serving = Serving(telemetry_path=settings.telemetry_path, show_addresses=settings.show_addresses)
     server = Server(make_app(serving))
     await server.start(*parse_listen(settings.listen))
+    serving.site = site(settings, watched, server.url)
     netns = tuple(map(str, settings.netns))
     sockets = Sockets(events=settings.events, netns=netns)
     try:
@@ -89,6 +91,19 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     finally:
         sockets.close()
         await server.stop()
+
+
+def site(settings: Settings, watched: Topology, url: str) -> Site:
+    """Return what runbooks say of this exporter, which answers at ``url``."""
+    engine = public_url(watched.engines[0].url)
+    return Site(
+        deadline=settings.deadline,
+        age_cut=settings.age_cut,
+        window=settings.window,
+        beat=settings.interval,
+        exporter=url,
+        engine=engine if is_address(engine) else Site().engine,
+    )
 
 
 @asynccontextmanager

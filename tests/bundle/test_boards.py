@@ -156,7 +156,8 @@ def test_every_panel_says_what_it_is_and_what_its_absence_means(board: Board):
 def test_every_name_is_known(board: Board):
     """Of the catalogue, or of the short list of others."""
     known = FOREIGN | {str(series) for series in SERIES}
-    known |= {f"{series}_bucket" for series in SERIES if series.kind == "gaugehistogram"}
+    parts = ("bucket", "gcount", "gsum")
+    known |= {f"{series}_{part}" for series in SERIES if series.kind == "gaugehistogram" for part in parts}
     for target in targets(rendered(DEFAULT)[board.name]):
         assert {selector.name for selector in selectors(target.tree)} <= known, target
 

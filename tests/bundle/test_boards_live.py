@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 from bundle.panels import Line, Span, panels, shown
 from deployed import prometheus_config
 from monitoring import Prometheus, aimed, prometheus
-from test_end_to_end import Watched, everything, watched
+from test_end_to_end import Watched, everything, total, watched
 from tokengap.bundle.boards import boards
 from tokengap.bundle.boards.asking import VERDICTS
 from tokengap.bundle.render.dashboards import dashboard
@@ -27,10 +27,12 @@ from tokengap.bundle.watches import watches
 from tokengap.lab.batching import Knobs
 from tokengap.lab.nvml.fake import FakeNvml
 from tokengap.series.admit import ADMISSION
+from tokengap.lab.users import User, Visit
 from tokengap.series.cost import COST
 from tokengap.series.engines import LINES_SKIPPED
 from tokengap.series.gpus import GPUS
 from tokengap.series.proxies import BLIND_SPOT, PROXIES
+from tokengap.series.streams import STREAMS_ENDED
 
 pytestmark = pytest.mark.e2e
 
@@ -71,8 +73,7 @@ class Looking:
             await asyncio.sleep(0.3)
 
     async def empty(self, places: Iterable[Place]) -> set[Place]:
-        """Return the panels that have a query without a value; those alerts look at, without any: some are of last
-        week."""
+        """Return the panels with a query without a value; of what alerts look at, with none: some are of last week."""
         return {place for place in places if not (any if place in WATCHED else all)(await self.at(*place))}
 
 
@@ -85,13 +86,14 @@ async def looking(lab: Watched, directory: Path) -> AsyncIterator[Looking]:
 
 
 async def test_no_panel_is_empty(tmp_path: Path, nvml: FakeNvml):
-    """With everything that there can be, and a leak that starves people until an alert fires: every query of every
-    panel has a value, and those that matter most have the right one."""
-    async with (
-        everything(tmp_path, nvml) as lab,
-        lab.crowd(4, max_tokens=5000) as users,
-        looking(lab, tmp_path) as reader,
-    ):
+    """With everything that there can be, one stream that ran to its end for nobody, and a leak that starves people
+    until an alert fires: every query of every panel has a value, and those that matter most have the right one."""
+    async with everything(tmp_path, nvml) as lab, AsyncExitStack() as stack:
+        reader = await stack.enter_async_context(looking(lab, tmp_path))
+        await reader.until(lambda running: running.get("running worker") == 0, "engine", "Running and waiting")
+        await Visit(User("left", max_tokens=60, leave_at=0.5), lab.edge_port).run()
+        await lab.exporter.until(lambda page: total(page, STREAMS_ENDED, how="orphaned") == 1)
+        users = await stack.enter_async_context(lab.crowd(4, max_tokens=5000))
         await reader.until(lambda running: running.get("running worker") == 1, "engine", "Running and waiting")
         users[0].cancel()  # it has the one slot, and the gateway reads on for it
         await reader.until(lambda slack: slack.get("worker interactive", 8) < 0, "oncall", "Deadline slack now")

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -19,12 +21,15 @@ import pytest_asyncio
 
 from bundle.sites import DEFAULT
 from lab.commands import COMMAND
+from lab.serving import engine as an_engine
 from lab.serving import until
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import Step
 from tokengap.bundle.watches import watches
 from tokengap.lab.batching import Knobs
-from tokengap.lab.parts import LOOPBACK
+from tokengap.lab.nvml.fake import FakeNvml
+from tokengap.lab.nvml.profiles import H100, many
+from tokengap.lab.parts import LOOPBACK, RunningPart, free_port
 from tokengap.lab.scrape import Exporter
 from tokengap.lab.stage import Plan, lab_parts, ports, staged
 from tokengap.lab.truth import EngineControl
@@ -45,10 +50,12 @@ STEPS = [
 
 @dataclass(frozen=True)
 class Lab:
-    """A busy engine behind a gateway that holds on to clients who left, and the exporter on them."""
+    """A busy engine on two GPUs behind a gateway that holds on to clients who left, and the exporter on them."""
 
     site: Site
     engine: EngineControl
+    engine_part: RunningPart
+    nvml: FakeNvml
 
     def step(self, alert: str, number: int) -> Step:
         (watch,) = [one for one in watches(self.site) if one.name == alert]
@@ -56,28 +63,71 @@ class Lab:
 
 
 @asynccontextmanager
-async def frozen(lab: Lab) -> AsyncIterator[None]:
+async def frozen(lab: Lab) -> AsyncIterator[Lab]:
     """An engine that makes no progress, and an exporter that has seen it."""
     await lab.engine.freeze()
     try:
-        yield
+        yield lab
     finally:
         await lab.engine.thaw()
 
 
 @asynccontextmanager
-async def busy(_: Lab) -> AsyncIterator[None]:
+async def hung_with_its_gpu(lab: Lab) -> AsyncIterator[Lab]:
+    """An engine that makes no progress since one of its GPUs is lost."""
+    lab.nvml.lose(1)
+    try:
+        async with frozen(lab):
+            yield lab
+    finally:
+        lab.nvml.say()
+
+
+@asynccontextmanager
+async def silent(lab: Lab) -> AsyncIterator[Lab]:
+    """An engine that takes connections and answers nothing."""
+    lab.engine_part.signal(signal.SIGSTOP)
+    try:
+        yield lab
+    finally:
+        lab.engine_part.signal(signal.SIGCONT)
+
+
+@asynccontextmanager
+async def dead(lab: Lab) -> AsyncIterator[Lab]:
+    """Nobody where an engine was."""
+    yield replace(lab, site=replace(lab.site, engine=f"http://{LOOPBACK}:{free_port()}"))
+
+
+@asynccontextmanager
+async def idle(lab: Lab) -> AsyncIterator[Lab]:
+    """An engine that has nothing to do."""
+    async with an_engine() as port:
+        yield replace(lab, site=replace(lab.site, engine=f"http://{LOOPBACK}:{port}"))
+
+
+@asynccontextmanager
+async def busy(lab: Lab) -> AsyncIterator[Lab]:
     """As the lab is."""
-    yield
+    yield lab
 
 
 #: In which state the commands of an alert's runbook are run, where it is not a busy one.
-STATES: Mapping[str, Callable[[Lab], AbstractAsyncContextManager[None]]] = {"TokengapEngineStuck": frozen}
+STATES: Mapping[str, Callable[[Lab], AbstractAsyncContextManager[Lab]]] = {
+    "TokengapEngineStuck": frozen,
+    "TokengapEngineDead": dead,
+    "TokengapEngineBlind": silent,
+    "TokengapGpuLost": hung_with_its_gpu,
+    "TokengapGpuBusyWithoutTokens": idle,
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+async def lab(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> AsyncIterator[Lab]:
     directory = tmp_path_factory.mktemp("lab")
+    nvml = FakeNvml(nvml_library, directory / "nvml.control")
+    gpus = many(H100, 2)
+    nvml.set(*gpus)
     plan = Plan(through=("naive",), leak="edge", knobs=Knobs(rate=10), ports=ports("auto"))
     site = replace(
         DEFAULT,
@@ -86,14 +136,19 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
         engine=f"http://{LOOPBACK}:{plan.ports.engine}",
     )
     *others, exporter = lab_parts(plan, directory)
-    exporter = replace(exporter, command=(*exporter.command, "--window", f"{site.window}s"))
-    async with staged([*others, exporter], directory), aiohttp.ClientSession() as session:
+    nvidia = (f"{name}={nvml.environment[name]}" for name in ("LD_LIBRARY_PATH", "FAKE_NVML_CONTROL"))
+    command = ("env", *nvidia, *exporter.command, "--window", f"{site.window}s")
+    async with (
+        staged([*others, replace(exporter, command=command)], directory) as stage,
+        aiohttp.ClientSession() as session,
+    ):
+        engine = stage.parts[0]
+        nvml.set(*(replace(gpu, processes={engine.pid: 60 << 30}) for gpu in gpus))
         await Exporter(site.exporter, session).ready()
         leavers = [User(f"leaver-{n}", max_tokens=100_000, leave_at=1.0) for n in range(2)]
         users = leavers + [User(f"patient-{n}", max_tokens=100_000) for n in range(6)]
         visits = [asyncio.create_task(Visit(user, plan.entry).run()) for user in users]
-        engine = EngineControl(plan.ports.engine)
-        yield Lab(site, engine)
+        yield Lab(site, EngineControl(plan.ports.engine), engine, nvml)
         for visit in visits:
             visit.cancel()
         await asyncio.gather(*visits, return_exceptions=True)
@@ -109,10 +164,6 @@ def form(line: str) -> re.Pattern[str]:
 @pytest.mark.parametrize(("alert", "number"), STEPS)
 async def test_a_command_of_a_runbook(lab: Lab, alert: str, number: int):
     """It exits as the runbook says and prints what its example looks like."""
-    step = lab.step(alert, number)
-    program, _, rest = step.command.partition(" ")
-    assert shutil.which(program) or program == "tokengap", f"{program} is not installed: apt-get install {program}"
-    command = f"{' '.join(COMMAND)} {rest}" if program == "tokengap" else step.command
     said = "nothing yet"
 
     async def as_said() -> bool:
@@ -122,7 +173,11 @@ async def test_a_command_of_a_runbook(lab: Lab, alert: str, number: int):
         said = f"{(await process.communicate())[0].decode()}\nexit {process.returncode}"
         return process.returncode == step.code and all(form(line).search(said) for line in step.prints.splitlines())
 
-    async with STATES.get(alert, busy)(lab):
+    async with STATES.get(alert, busy)(lab) as here:
+        step = here.step(alert, number)
+        program, _, rest = step.command.partition(" ")
+        assert shutil.which(program) or program == "tokengap", f"{program} is not installed: apt-get install {program}"
+        command = f"{' '.join(COMMAND)} {rest}" if program == "tokengap" else step.command
         try:
             await until(as_said, within=10)  # the exporter follows what happens by a beat or two
         except AssertionError:

@@ -17,7 +17,7 @@ PAGES = {Path(file.path).name: file.text for file in files(DEFAULT)}
 BOOKS = {f"{name}.md": PAGES[f"{name}.md"] for name in NAMES}
 
 #: What a command may begin with: ours, and what every host has.
-PROGRAMS = {"tokengap", "curl", "journalctl", "systemctl", "ss", "promtool"}
+PROGRAMS = {"tokengap", "curl", "journalctl", "systemctl", "ss", "promtool", "dmesg", "nvidia-smi", "cat"}
 
 SECTIONS = [
     *(

@@ -171,3 +171,14 @@ def test_parts_never_exceed_the_whole(history):
         assert cost.orphan_joules.get("sole", 0.0) <= cost.orphan_joules.get("full", 0.0) + 1e-6 <= full + 1e-3
         assert full <= joules + 1e-3
         before = cost
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "counts"),
+    [(load(1, 0, 5, "busy"), False), (load(1, 0, 0, "busy"), False), (load(0, 0, 0, "idle"), True), (None, False)],
+)
+def test_a_shared_gpu_that_works_for_the_other_engine(neighbour, counts):
+    """What one engine of a GPU computes is no work for nothing of the other, which is idle."""
+    shared = these(gpu("GPU-0", "worker", "other", utilization=0.9))
+    accounts = one_beat(shared, {"worker": load(0, 0, 0, "idle"), "other": neighbour}).accounts
+    assert accounts["worker"].busy_without_tokens == float(counts)

@@ -90,7 +90,10 @@ def rate(vector: str, seconds: float) -> str:
 
 
 def over_time(operator: str, vector: str, seconds: float, before: float = 0.0) -> str:
-    """Return what a gauge was in the last seconds, as ``avg`` or ``max``; or in as many, that long ``before``."""
+    """Return what a gauge was in the last seconds, as ``avg``, ``max`` or ``min``; or in as many, so long ``before``.
+
+    A scrape that fails is left out.
+    """
     offset = f" offset {duration(before)}" if before else ""
     return f"{operator}_over_time({vector}[{duration(seconds)}]{offset})"
 

@@ -102,12 +102,21 @@ class Site:
         """The shortest range over which a query may look: four scrapes, so that one may fail, and a minute at least."""
         return max(60.0, 4 * self.scrape)
 
+    @property
+    def recent(self) -> float:
+        """Over how long something that comes and goes is looked at, before it is worth a ticket."""
+        return max(300.0, self.lookback)
+
     def select(self, series: Series | str, part: str = "", /, **labels: str | promql.Match) -> str:
         """Return the vector of a series, as ``name{cluster="a",state="stuck"}``; of its part ``_bucket``, for one."""
         on_dashboard = self.selector.endswith(_CHOSEN)
         if on_dashboard and isinstance(series, Series) and "engine" in series.labels:
             labels = {"engine": _CHOSEN_ENGINE, **labels}
         return promql.vector(f"{series}{part}", self.selector, labels)
+
+    def shows(self, *series: Series) -> str:
+        """Return the command that shows the lines of series on the exporter's page."""
+        return f"curl -s {self.exporter}/metrics | grep -E '^({'|'.join(map(str, series))})'"
 
     def per(self, *labels: str) -> tuple[str, ...]:
         """Return what a query is aggregated by: these labels, and those of the selector, which may match several."""
@@ -156,8 +165,13 @@ class Site:
             yield f"--namespace {self.namespace!r}; expected the name of a Kubernetes namespace, such as monitoring"
         for name in _URLS:
             url = getattr(self, name)
-            if not _URL.fullmatch(url):
+            if not is_address(url):
                 yield f"{FLAGS[name]} {url!r}; expected an address such as https://host/path"
+
+
+def is_address(url: str) -> bool:
+    """Tell whether a URL may stand in commands, links and YAML as it is."""
+    return _URL.fullmatch(url) is not None
 
 
 def repository_url(alert: str) -> str:

@@ -164,7 +164,7 @@ class PagePath(str):
     #: What is served there anyway.
     taken: ClassVar = (
         *("/", "/api/streams", "/api/engines", "/api/hops", "/api/gpus", "/api/sources"),
-        *("/-/healthy", "/-/ready"),
+        *("/runbooks", "/runbooks/", "/-/healthy", "/-/ready"),
     )
     expects: ClassVar = f"a path such as /metrics, and none of {', '.join(taken)}"
     metavar: ClassVar = "PATH"

@@ -116,12 +116,11 @@ def account(
         for engine, part in open_[use.uuid].parts.items() if use.uuid in open_ else ():
             accounts[engine] = _with_energy(accounts[engine], use, part, open_[use.uuid].seconds)
         open_[use.uuid] = Open()
-    for engine, load in loads.items():
+    for engine in loads:
         mine = [gpu for gpu in gpus.gpus if engine in gpu.engines]
         if mine or engine in accounts:
-            idle = load is not None and load.state in _WITHOUT_TOKENS and not load.tokens
             of = accounts.get(engine, Cost())
-            works = idle and not late and any(_works(gpu) for gpu in mine)
+            works = not late and any(_works(gpu) and _for_nothing(gpu.engines, loads) for gpu in mine)
             accounts[engine] = replace(
                 of,
                 gpus_up=sum(gpu.up is True for gpu in mine),
@@ -163,6 +162,12 @@ def _with_energy(of: Cost, use: Used, part: Part, seconds: float) -> Cost:
         joules["active"] = joules.get("active", 0.0) + use.active * part.held / seconds
         orphans["active"] = orphans.get("active", 0.0) + use.active * part.orphaned / seconds
     return replace(of, joules=joules, orphan_joules=orphans)
+
+
+def _for_nothing(engines: Iterable[str], loads: Mapping[str, Load | None]) -> bool:
+    """Tell whether no token comes of what a GPU of these engines does. One that cannot be read may make some."""
+    of = [loads.get(engine) for engine in engines]
+    return all(load is not None and load.state in _WITHOUT_TOKENS and not load.tokens for load in of)
 
 
 def _works(gpu: GpuView) -> bool:

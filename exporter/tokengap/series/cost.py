@@ -108,8 +108,8 @@ ENGINE_GPUS = Series(
 BUSY_WITHOUT_TOKENS = Series(
     name="tokengap_gpu_busy_without_tokens_seconds_total",
     kind="counter",
-    help="Seconds in which a GPU of the engine worked (utilization of half or more, not latched) while the engine was "
-    "idle or stuck and generated no token.",
+    help="Seconds in which a GPU of the engine worked (utilization of half or more, not latched) while the engine, and "
+    "any other that shares the GPU, was idle or stuck and generated no token.",
     labels=("engine",),
     read=_of_engine(lambda cost: cost.busy_without_tokens),
 )

@@ -6,8 +6,6 @@ run and nothing load.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -15,24 +13,7 @@ from html import escape
 from tokengap import __version__
 from tokengap.series.engines import public_url
 from tokengap.view import CLIENTS, EngineView, GpuView, View
-
-STYLE = """
-:root { color-scheme: light dark; --line: #8886; --soft: #8882; --bad: #c62828; }
-@media (prefers-color-scheme: dark) { :root { --bad: #ff8a80; } }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin: 0; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { background: var(--soft); font-weight: 600; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.bad { color: var(--bad); font-weight: 600; }
-nav a { margin-right: 1rem; }
-"""
-
-#: For the Content-Security-Policy: this one style sheet is allowed, by its digest, and nothing else.
-STYLE_DIGEST = "sha256-" + base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+from tokengap.web.html import document
 
 #: Engine states that somebody should look at.
 _BAD_STATES = ("stuck", "dead", "blind")
@@ -66,18 +47,7 @@ def landing_page(view: View | None, telemetry_path: str) -> bytes:
             )
         )
         interval = view.interval
-    page = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="refresh" content="{max(2, round(interval))}">
-<link rel="icon" href="data:,">
-<title>tokengap</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<h1>tokengap {escape(__version__)}</h1>
+    links = f"""<h1>tokengap {escape(__version__)}</h1>
 <p>Tokens generated, tokens delivered, and for whom the rest was: sockets, engines and proxies joined.</p>
 <nav>
 <a href="{escape(telemetry_path)}">Metrics</a>
@@ -86,13 +56,12 @@ def landing_page(view: View | None, telemetry_path: str) -> bytes:
 <a href="/api/hops">Hops</a>
 <a href="/api/gpus">GPUs</a>
 <a href="/api/sources">Sources</a>
+<a href="/runbooks/">Runbooks</a>
 <a href="/-/healthy">Healthy</a>
 <a href="/-/ready">Ready</a>
 </nav>
-{body}</body>
-</html>
 """
-    return page.encode()
+    return document("tokengap", links + body, refresh=max(2, round(interval)))
 
 
 def _engines(view: View) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from typing import TypeAlias
 
 from aiohttp import web
@@ -14,7 +15,8 @@ from aiohttp import web
 from tokengap.series.render import compress, render_named
 from tokengap.view import View
 from tokengap.web.api import engines_json, gpus_json, hops_json, sources_json, streams_json
-from tokengap.web.landing import STYLE_DIGEST, landing_page
+from tokengap.web.html import STYLE_DIGEST
+from tokengap.web.landing import landing_page
 from tokengap.web.negotiation import CONTENT_TYPES, choose_format, wants_gzip
 from tokengap.web.serving import Serving
 
@@ -58,6 +60,8 @@ def make_app(serving: Serving) -> web.Application:
     app.router.add_get("/api/hops", limited(routes.hops))
     app.router.add_get("/api/gpus", limited(routes.gpus))
     app.router.add_get("/api/sources", limited(routes.sources))
+    app.router.add_get("/runbooks", limited(routes.to_runbooks))
+    app.router.add_get("/runbooks/{name:.*}", limited(routes.runbook))
     app.router.add_get("/-/healthy", routes.healthy)
     app.router.add_get("/-/ready", routes.ready)
     return app
@@ -123,6 +127,18 @@ class _Routes:
     async def sources(self, _: web.Request) -> web.Response:
         """Answer with a row per source."""
         return await self._json("sources", sources_json)
+
+    async def to_runbooks(self, _: web.Request) -> web.Response:
+        """Send on to the index of runbooks, where links within it are right."""
+        return web.Response(status=HTTPStatus.PERMANENT_REDIRECT, headers={"Location": "/runbooks/"})
+
+    async def runbook(self, request: web.Request) -> web.Response:
+        """Answer with a runbook, their index, or a page beside them; by its name, or that of its file."""
+        pages = await self._serving.runbooks()
+        body = pages.get(request.match_info["name"].removesuffix(".md"))
+        if body is None:
+            return web.Response(status=404, text="no such runbook; their index is at /runbooks/\n")
+        return web.Response(body=body, headers=_FRESH, content_type="text/html", charset="utf-8")
 
     async def healthy(self, _: web.Request) -> web.Response:
         """Answer that this process serves. Says nothing of engines: theirs must not get the exporter restarted."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import ProcessCollector
 from prometheus_client.registry import Collector
 
+from tokengap.bundle.site import Site
 from tokengap.series import SERIES
 from tokengap.series.declare import Series
 from tokengap.series.render import Page, render
@@ -19,8 +20,8 @@ class Serving:
 
     ``telemetry_path`` is where the page of series is served. ``show_addresses`` shows clients' addresses in full in
     ``/api/streams``; by default they are masked. ``also`` are collectors whose families follow ours on the page; by
-    default what the kernel says of this process (``process_*``). ``series`` are those on
-    the page. ``limit`` is how many requests are answered at once.
+    default what the kernel says of this process (``process_*``). ``series`` are those on the page. ``limit`` is how
+    many requests are answered at once. ``site``: the numbers in runbooks.
 
     To be used from one event loop. View and page change together, so no request sees halves of two beats.
     """
@@ -33,15 +34,18 @@ class Serving:
         limit: int = 40,
         also: Iterable[Collector] | None = None,
         series: Sequence[Series] = SERIES,
+        site: Site | None = None,
     ):
         self.telemetry_path = telemetry_path
         self.show_addresses = show_addresses
         self.limit = limit
         self.series = series
+        self.site = site or Site()
         self.also = (ProcessCollector(registry=None),) if also is None else tuple(also)
         self.view: View | None = None
         self.page: Page | None = None
         self._made: dict[str, asyncio.Task[bytes]] = {}
+        self._runbooks: asyncio.Task[Mapping[str, bytes]] | None = None
 
     def publish(self, view: View, page: Page) -> None:
         """Show this view and its page from now on."""
@@ -62,3 +66,16 @@ class Serving:
         if task is None:
             task = self._made[key] = asyncio.create_task(asyncio.to_thread(make, self.view))
         return await asyncio.shield(task)  # one client that is cancelled must not take the others' answer with it
+
+    async def runbooks(self) -> Mapping[str, bytes]:
+        """Return the pages of runbooks by name. Made once, in a worker thread, when the first is asked for."""
+        if self._runbooks is None:
+            self._runbooks = asyncio.create_task(asyncio.to_thread(_runbooks, self.site))
+        return await asyncio.shield(self._runbooks)
+
+
+def _runbooks(site: Site) -> Mapping[str, bytes]:
+    # Not above: scrapes need neither templates nor Markdown, and many an exporter never loads them.
+    from tokengap.web.runbooks import pages
+
+    return pages(site)

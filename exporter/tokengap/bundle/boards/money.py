@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from tokengap.bundle.boards.asking import ENGINE, LEFT, Ask, lines, share, total
-from tokengap.bundle.boards.board import Board, Note, Row, Tile
+from tokengap.bundle.boards.board import Board, Note, Row, Tile, watched
 from tokengap.bundle.watch import Panel, Query
 from tokengap.series import cost, streams, tokens
 
@@ -37,7 +37,13 @@ def money(ask: Ask) -> Board:
         description="What is generated for clients who left: in tokens, GPU-seconds and money, by the hop that leaks.",
         since="now-6h",
         refresh="1m",
-        rows=(_at_a_glance(ask), _where(ask), _what_it_costs(ask), _how_streams_end(ask)),
+        rows=(
+            _at_a_glance(ask),
+            watched(ask.seen, "money", "What alerts look at"),
+            _where(ask),
+            _what_it_costs(ask),
+            _how_streams_end(ask),
+        ),
     )
 
 

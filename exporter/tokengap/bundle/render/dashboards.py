@@ -46,6 +46,7 @@ _COLOURS: Final = {
     "waiting": "yellow",
     "running": "blue",
     "slots": "#808080",
+    "clients": "green",
 }
 _COLOURS_BY_LABEL: Final = {
     "client": {"connected": "green", "stalled": "yellow", "vanished": "dark-red", "gone": "red"},

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import Watch
-from tokengap.bundle.watches import admission, budgets, clients, engines, itself, orphans, queue
+from tokengap.bundle.watches import admission, budgets, clients, engines, gpus, itself, orphans, queue
 
 Make: TypeAlias = Callable[[Site], Watch]
 
@@ -20,6 +20,7 @@ SUBJECTS: Final[Mapping[str, tuple[Make, ...]]] = {
     "budgets": budgets.WATCHES,
     "engines": engines.WATCHES,
     "admission": admission.WATCHES,
+    "gpus": gpus.WATCHES,
     "itself": itself.WATCHES,
 }
 

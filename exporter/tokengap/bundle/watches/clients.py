@@ -82,7 +82,7 @@ def clients_vanishing(site: Site) -> Watch:
                     "On the proxy's host: connections that retransmit, with what is known of each.",
                     "ss -tino state established '( sport = :8080 )'",
                     "0      12480  10.0.0.5:8080  10.0.9.7:51544 timer:(on,6.2sec,5)\n"
-                    "\t cubic wscale:7,7 rto:6656 backoff:5 ... unacked:1 retrans:0/5 lost:1 ...",
+                    "     cubic wscale:7,7 rto:6656 backoff:5 ... unacked:1 retrans:0/5 lost:1 ...",
                 ),
                 Step(
                     "Which streams (`client` is `vanished`), and how much was generated for each since.",
