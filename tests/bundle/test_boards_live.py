@@ -26,8 +26,8 @@ from tokengap.bundle.site import Site
 from tokengap.bundle.watches import watches
 from tokengap.lab.batching import Knobs
 from tokengap.lab.nvml.fake import FakeNvml
-from tokengap.series.admit import ADMISSION
 from tokengap.lab.users import User, Visit
+from tokengap.series.admit import ADMISSION
 from tokengap.series.cost import COST
 from tokengap.series.engines import LINES_SKIPPED
 from tokengap.series.gpus import GPUS

@@ -257,8 +257,10 @@ class _Engine:
 
     def now(self, now: float) -> EngineNow:
         """Return what is shown of it."""
-        slots = Counter(str(one.state) for one in self.streams.values())
-        slots["free"] = max(0, self.of.slots - len(self.streams))
+        slots = {"free": max(0, self.of.slots - len(self.streams))}
+        slots |= {str(state): 0 for state in State if state in HOLDS_SLOT}
+        for one in self.streams.values():
+            slots[str(one.state)] += 1
         held = [now - (one.left_at or now) for one in self.streams.values() if one.state is State.HELD]
         return EngineNow(self.of.name, self.up, self.of.slots, slots, self.usual, max(held, default=0.0))
 

@@ -6,7 +6,6 @@ connection, or it refused to tell its usage (:mod:`tokengap.admit.usage`), which
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -136,13 +135,9 @@ class Upstreams:
 
 
 @asynccontextmanager
-async def open_session(silence: float, ca: str | None = None) -> AsyncIterator[aiohttp.ClientSession]:
-    """Give the session for all engines. ``silence``: seconds that an engine may say nothing while it has a request.
-
-    ``ca``: a file of certificates to trust instead of the host's own.
-    """
-    context = ssl.create_default_context(cafile=ca) if ca else True
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_FOR, ssl=context, ttl_dns_cache=10)
+async def open_session(silence: float) -> AsyncIterator[aiohttp.ClientSession]:
+    """Give the session for all engines. ``silence``: seconds that an engine may say nothing while it has a request."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_FOR, ttl_dns_cache=10)
     timeout = ClientTimeout(total=None, sock_connect=CONNECT_WITHIN, sock_read=silence)
     async with aiohttp.ClientSession(
         connector=connector,
