@@ -283,6 +283,19 @@ class GatewayClass:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayStreams:
+    """Streams in flight in a gateway towards an engine (empty: it waits for one), with one client state: how many, and
+    of their ages in seconds how many are in each bin of ``view.AGE_BOUNDS``, the sum, and the highest."""
+
+    engine: str
+    client: str
+    count: int
+    ages: tuple[int, ...]
+    age_sum: float
+    age_max: float
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayPage:
     """What a ``tokengap admit`` says about itself. ``started`` (Unix time) tells one process from the next; ``moves``
     are (state before, event, state after, how often)."""
@@ -293,6 +306,7 @@ class GatewayPage:
     engines: Mapping[str, GatewayEngine]
     classes: Mapping[str, GatewayClass]
     moves: tuple[tuple[str, str, str, int], ...] = ()
+    streams: tuple[GatewayStreams, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

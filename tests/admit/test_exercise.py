@@ -101,6 +101,9 @@ async def test_the_drill_through_admit(tmp_path: Path):
     assert truth["slot_utilization"] == 1.0
     assert truth["queue_age_seconds"] < 0.5, "nobody waits in the engine"
     assert truth["deadline_slack_seconds"] > 0, "who is served is served within the deadline"
+    measured = ran.json["measured"]
+    for exact in ("tokens_out_total", "tokens_useful_total", "gap", "cancelled_orphan", "tokens_unattributed_total"):
+        assert measured[exact] == truth[exact], "with --admit nothing of it is an estimate"
 
 
 @pytest.mark.e2e
@@ -109,6 +112,7 @@ async def test_side_by_side(tmp_path: Path):
     """The naive gateway leaks what both modes do not; of these the one that refuses by age serves more."""
     ran = await tokengap("drill", "--side-by-side", "--ports", "auto", "--json", within=240)
     by_age, busy, naive = ran.json.values()
+    assert all(way["passed"] for way in ran.json.values()), ran
     assert by_age["truth"]["gap"] <= 8
     assert busy["truth"]["gap"] <= 8
     assert naive["truth"]["gap"] > 1500

@@ -406,6 +406,7 @@ def test_the_view_tells_ages_counts_and_moves():
     assert view.decisions == {("interactive", "admitted"): 11}
     assert view.moves[State.STREAMING, Event.FINISHED, State.RELEASED] == 10
     assert view.engines[0].states == {
-        **{"free": 0, "streaming": 1},
+        "free": 0,
+        "streaming": 1,
         **dict.fromkeys(("cancelling", "closing", "draining", "held"), 0),
     }

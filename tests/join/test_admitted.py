@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tokengap.join import admitted
 from tokengap.join.admitted import WINDOW, Counted
-from tokengap.readings import EnginePage, GatewayClass, GatewayEngine, GatewayPage
-from tokengap.view import Tokens
+from tokengap.readings import EnginePage, GatewayClass, GatewayEngine, GatewayPage, GatewayStreams
+from tokengap.view import StreamGroup, Tokens
 
 FREE, BUSY = {"free": 2}, {"free": 1, "streaming": 1}
 
@@ -131,9 +131,11 @@ def test_its_admission_is_shown_as_it_is():
         told(slots={"free": 1, "held": 1}),
         mode="busy",
         classes={"interactive": GatewayClass(3, 2.5, None, {"admitted": 4, "rejected_age": 1})},
+        streams=(GatewayStreams("worker", "vanished", 2, (2, 0), 0.5, 0.4),),
         moves=(("queued", "admit", "streaming", 4),),
     )
     view = admitted.admission(page)
+    assert list(admitted.groups(page, "gate")) == [StreamGroup("worker", "gate", "vanished", 2, (2, 0), 0.5, 0.4)]
     assert (view.mode, view.waiting, view.queue_ages) == ("busy", {"interactive": 3}, {"interactive": 2.5})
     assert view.expected_starts == {}
     assert view.decisions == {("interactive", "admitted"): 4, ("interactive", "rejected_age"): 1}

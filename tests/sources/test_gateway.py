@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
+import msgspec
 import pytest
 
 from admit.gateways import admitting, chat, session, settled
-from lab.serving import engine
+from lab.serving import engine, until
 from tokengap.config import load, topology
 from tokengap.errors import SourceRefused, SourceUnusable
 from tokengap.lab.parts import LOOPBACK, free_port
+from tokengap.lab.users import User, Visit
+from tokengap.readings import GatewayPage, GatewayStreams
 from tokengap.sources.gateway import GatewaySource, parse_admission
 from tokengap.topology import Endpoint, Gateway
 
@@ -30,7 +33,28 @@ async def test_what_a_gateway_tells():
     assert (mine.ended["completed"], mine.slots["free"], mine.zombies, mine.up) == (1, 2, 0, True)
     assert told.classes["interactive"].decisions["admitted"] == 1
     assert ("queued", "admit", "streaming", 1) in told.moves
-    assert (told.mode, told.closed) == ("age", False)
+    assert (told.mode, told.closed, told.streams) == ("age", False, ())
+
+
+async def test_streams_that_run_and_that_wait():
+    """With their ages, by the state of their client; where there is one engine, who waits waits for that."""
+    async with engine(rate=50) as port, admitting(port, slots=1) as gateway, session(gateway) as asking:
+        users = [asyncio.create_task(Visit(User(f"u{n}", max_tokens=500), gateway.port).run()) for n in range(3)]
+        source = GatewaySource(f"http://{LOOPBACK}:{gateway.port}", asking, deadline=5.0)
+
+        async def all_there() -> bool:
+            return sum(one.count for one in (await source.read()).streams) == 3
+
+        await until(all_there)
+        await asyncio.sleep(0.6)
+        (streams,) = (await source.read()).streams
+        for user in users:
+            user.cancel()
+        await asyncio.gather(*users, return_exceptions=True)
+    assert (streams.engine, streams.client, streams.count) == ("e0", "connected", 3)
+    assert streams.ages[:2] == (0, 3)
+    assert 0.5 < streams.age_max < 1.0
+    assert 3 * 0.5 < streams.age_sum < 3.0
 
 
 async def test_nobody_there():
@@ -46,6 +70,13 @@ def test_what_is_no_gateway(body):
     with pytest.raises(SourceUnusable, match=r"^this is not what `tokengap admit` tells: .+") as caught:
         parse_admission(body)
     assert "\n" not in str(caught.value)
+
+
+def test_another_version():
+    """Ages in other bins cannot be added up with ours."""
+    page = GatewayPage(1.0, "age", False, {}, {}, streams=(GatewayStreams("e", "connected", 1, (1,), 1.0, 1.0),))
+    with pytest.raises(SourceUnusable, match="of this version"):
+        parse_admission(msgspec.json.encode(page))
 
 
 @pytest.mark.parametrize(

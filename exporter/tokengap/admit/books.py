@@ -68,6 +68,10 @@ class Books:
         """Yield the requests in flight, the oldest first."""
         return iter(self._in_flight)
 
+    def engine_of(self, entry: Entry) -> str:
+        """Return the engine that an entry goes to, or will: empty while it waits and there are several."""
+        return entry.engine or self._only
+
     def begin(self, entry: Entry) -> None:
         """A request came."""
         self._in_flight[entry] = self._unsettled[entry] = None
@@ -76,7 +80,7 @@ class Books:
         """It is over."""
         del self._in_flight[entry]
         if entry.engine or how == "cancelled":  # a refused one is no stream; one that left the queue was
-            self.endings[entry.engine or self._only, how] += 1
+            self.endings[self.engine_of(entry), how] += 1
 
     def settle(self, entry: Entry) -> None:
         """Its ledger is final: what its client has not got now, nobody gets."""

@@ -12,7 +12,7 @@ import numpy as np
 from tokengap.admit.books import Books
 from tokengap.admit.gate import EngineNow, GateView
 from tokengap.admit.states import State
-from tokengap.readings import GatewayClass, GatewayEngine, GatewayPage
+from tokengap.readings import GatewayClass, GatewayEngine, GatewayPage, GatewayStreams
 from tokengap.series.admit import ADMISSION
 from tokengap.series.declare import Series
 from tokengap.series.itself import BEAT_INTERVAL, BUILD_INFO, LAST_BEAT
@@ -38,8 +38,8 @@ SERIES: Final[tuple[Series, ...]] = (
 )
 
 
-def page_of(gate: GateView, books: Books, started: float) -> GatewayPage:
-    """Return what an exporter is told (``tokengap serve --admit``). ``started`` is Unix time."""
+def page_of(gate: GateView, books: Books, started: float, now: float) -> GatewayPage:
+    """Return what an exporter is told (``tokengap serve --admit``). ``started`` is Unix time, ``now`` monotonic."""
     return GatewayPage(
         started=started,
         mode=gate.mode,
@@ -55,6 +55,10 @@ def page_of(gate: GateView, books: Books, started: float) -> GatewayPage:
             for one in gate.classes
         },
         moves=tuple((str(a), str(b), str(c), times) for (a, b, c), times in gate.moves.items()),
+        streams=tuple(
+            GatewayStreams(one.engine, one.client, one.count, one.ages, one.age_sum, one.age_max)
+            for one in _groups(books, now)
+        ),
     )
 
 
@@ -165,7 +169,7 @@ def _engine(
 def _groups(books: Books, now: float) -> Iterable[StreamGroup]:
     ages: defaultdict[tuple[str, Client], list[float]] = defaultdict(list)
     for entry in books:
-        ages[entry.engine, entry.client_state].append(now - entry.since)
+        ages[books.engine_of(entry), entry.client_state].append(now - entry.since)
     for (engine, client), of_group in ages.items():
         counts = np.histogram(of_group, bins=_BINS)[0]
         yield StreamGroup(

@@ -158,7 +158,7 @@ class Gateway:
         """Tell an exporter all counts, as they are now."""
         now = time.monotonic()
         self._house.clients.look(now)
-        page = page_of(self.admission.gate.view(now), self._house.books, self._started)
+        page = page_of(self.admission.gate.view(now), self._house.books, self._started, now)
         return web.Response(body=msgspec.json.encode(page), content_type="application/json")
 
     async def _healthy(self, _: web.BaseRequest) -> web.Response:

@@ -16,13 +16,13 @@ part grows towards what was counted, all together by no more than is pending.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from tokengap.readings import EnginePage, GatewayEngine, GatewayPage
 from tokengap.topology import ENGINE_HOP
-from tokengap.view import DECISIONS, ENDINGS, AdmissionView, AdmitMode, Decision, Ending, Tokens
+from tokengap.view import DECISIONS, ENDINGS, AdmissionView, AdmitMode, Client, Decision, Ending, StreamGroup, Tokens
 
 #: Seconds for which tokens may be on their way. An answer that is not streamed takes minutes.
 WINDOW = 600.0
@@ -149,6 +149,13 @@ def _grow(counted: Counted, outer: Orphaned, hop: str) -> Counted:
     unattributed = toward(base.unattributed + counted.strange, shown.unattributed)
     tokens = replace(shown, useful=useful, orphaned=orphaned, unattributed=unattributed, pending=left)
     return replace(counted, shown=tokens)
+
+
+def groups(page: GatewayPage, hop: str) -> Iterator[StreamGroup]:
+    """Yield the streams in flight at the gateway, which is that ``hop``."""
+    for one in page.streams:
+        client: Client = one.client  # type: ignore[assignment]  # the source has looked
+        yield StreamGroup(one.engine, hop, client, one.count, one.ages, one.age_sum, one.age_max)
 
 
 def admission(page: GatewayPage) -> AdmissionView:

@@ -136,6 +136,11 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         stream_state = replace(stream_state, segments=segments[stays(segments)])
         seen = replace(seen, segments=segments)
         table, groups = _streams_now(seen, topology, readings)
+    told = readings.gateway.value if readings.gateway is not None else None
+    if told is not None and topology.gateway is not None:  # of its own hop it knows each stream itself
+        hop = topology.gateway.hop
+        elsewhere = (group for group in groups if group.hop != hop)
+        groups = (*elsewhere, *admitted.groups(told, hop))
     for index, engine in enumerate(topology.engines):
         memory = memories[engine.name]
         lately, unsafe = _capacity(memory, views[index], engine, groups, topology, readings.at)
@@ -165,7 +170,6 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         degraded_beats=state.degraded_beats + degraded,
         events_lost=lost,
     )
-    told = readings.gateway.value if readings.gateway is not None else None
     view_ = View(
         at=readings.at,
         wall=readings.wall,

@@ -8,6 +8,7 @@ import msgspec
 from tokengap.errors import SourceUnusable
 from tokengap.readings import GatewayPage
 from tokengap.sources.page import MetricsPage
+from tokengap.view import AGE_BOUNDS, CLIENTS
 
 #: Where it is told, below the address of a gateway.
 PATH = "/api/admission"
@@ -18,9 +19,12 @@ _page = msgspec.json.Decoder(GatewayPage)
 def parse_admission(body: bytes) -> GatewayPage:
     """Read it. Raises SourceUnusable."""
     try:
-        return _page.decode(body)
+        page = _page.decode(body)
     except ValueError as wrong:  # msgspec's errors are ValueErrors
         raise SourceUnusable(f"this is not what `tokengap admit` tells: {wrong}") from None
+    if any(len(one.ages) != len(AGE_BOUNDS) + 1 or one.client not in CLIENTS for one in page.streams):
+        raise SourceUnusable("this is not what `tokengap admit` of this version tells: other ages, or other clients")
+    return page
 
 
 class GatewaySource:
