@@ -32,7 +32,7 @@ from tokengap.series.cost import COST
 from tokengap.series.engines import LINES_SKIPPED
 from tokengap.series.gpus import GPUS
 from tokengap.series.proxies import BLIND_SPOT, PROXIES
-from tokengap.series.streams import STREAMS_ENDED
+from tokengap.series.streams import STREAMS, STREAMS_ENDED
 
 pytestmark = pytest.mark.e2e
 
@@ -91,10 +91,10 @@ async def test_no_panel_is_empty(tmp_path: Path, nvml: FakeNvml):
     async with everything(tmp_path, nvml) as lab, AsyncExitStack() as stack:
         reader = await stack.enter_async_context(looking(lab, tmp_path))
         await reader.until(lambda running: running.get("running worker") == 0, "engine", "Running and waiting")
-        await Visit(User("left", max_tokens=60, leave_at=0.5), lab.edge_port).run()
+        await Visit(User("left", max_tokens=200, leave_at=2.5), lab.edge_port).run()
         await lab.exporter.until(lambda page: total(page, STREAMS_ENDED, how="orphaned") == 1)
         users = await stack.enter_async_context(lab.crowd(4, max_tokens=5000))
-        await reader.until(lambda running: running.get("running worker") == 1, "engine", "Running and waiting")
+        await lab.exporter.until(lambda page: total(page, STREAMS, engine="worker") == 4)
         users[0].cancel()  # it has the one slot, and the gateway reads on for it
         await reader.until(lambda slack: slack.get("worker interactive", 8) < 0, "oncall", "Deadline slack now")
         empty, deadline = set(PANELS), time.monotonic() + 20
@@ -105,6 +105,8 @@ async def test_no_panel_is_empty(tmp_path: Path, nvml: FakeNvml):
         assert VERDICT[(await reader.newest("oncall", "Verdict now"))["worker"]] == "busy"
         assert (await reader.newest("oncall", "Queue age now"))["worker"] > Site().age_cut
         assert (await reader.newest("money", "Streams held for nobody"))["edge gone"] == 1
+        page = 'ALERTS{alertname="TokengapQueueWillMissDeadline",alertstate="firing"}'
+        await reader.prometheus.until(page, bool, within=30)
         firing = [line.labels["alertname"] for lines in await reader.at("oncall", "Firing") for line in lines]
         assert "TokengapQueueWillMissDeadline" in firing
 

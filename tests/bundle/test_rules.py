@@ -145,6 +145,7 @@ def test_the_alerts_of_a_site_with_a_selector(tmp_path: Path):
     run({file.stem: _in_cluster(by_hand(file), "a") for file in FILES}, IN_CLUSTER, tmp_path)
 
 
+@pytest.mark.long
 def test_the_alerts_of_a_site_with_a_selector_elsewhere(tmp_path: Path):
     """They are silent for all that is not selected. absent() rightly is not: nothing of this site is there."""
     besides = frozenset(watch.name for watch in watches(DEFAULT) if "absent(" in watch.expr)
