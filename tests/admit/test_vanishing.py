@@ -25,7 +25,7 @@ async def test_who_vanishes_is_let_go_of_and_who_stalls_is_not():
     said = json.loads(out)
     vanished, whole, stalled = (said["requests"][name] for name in ("vanish-True", "vanish-False", "stall-True"))
     assert vanished["state"] == "aborted"
-    assert vanished["noticed_after"] < 6.0
+    assert vanished["noticed_after"] < 15.0  # some two seconds, where the machine has nothing else to do
     assert whole["state"] == "finished"  # nothing was sent to it until the end, so nothing could tell
     assert (stalled["how"], stalled["got"], stalled["state"]) == ("completed", 400, "finished")
     page = said["page"]

@@ -25,6 +25,7 @@ async def main() -> None:
         ]
         outcomes = await asyncio.gather(*(Visit(user, gateway.port, cut=network.cut).run() for user in users))
         truth = await at_rest(port, within=30.0)
+        await asyncio.sleep(0.5)  # the last bytes are acknowledged within 40 ms of being read
         page = await published(gateway)
     print(
         json.dumps(
