@@ -62,21 +62,23 @@ def after_the_loop(space: netns.Space) -> float:
 
 @pytest.mark.e2e
 def test_after_the_cuts_nobody_holds_a_slot(tmp_path: Path):
-    """One stream ran and was cut in mid-answer; seven never reached the engine. The slot is free within a second."""
+    """One stream ran and was cut in mid-answer; of the other seven none, or those that were there for some ms longer than
+    the first, reached the engine, and were cut there. The slot is free within a second."""
     with topology(ADMIT, tmp_path) as space:
         ended = after_the_loop(space)
         while (now := truth(space)).now.running and time.monotonic() < ended + 5:
             time.sleep(0.05)
         assert max(sample.running for sample in now.history) == 1, "the slot was used"
         assert all(sample.running == 0 for sample in now.history if sample.at > ended + 1.0)
-        assert len(now.requests) == 1
-        (cut,) = now.requests.values()
-        assert cut.state == "aborted"
-        assert cut.generated - cut.written <= 5
+        assert {request.state for request in now.requests.values()} == {"aborted"}
+        cut, *after = sorted(now.requests.values(), key=lambda request: request.arrived)
         assert cut.generated < 256
+        assert all(request.generated <= 5 for request in after)
+        assert sum(request.generated - request.written for request in now.requests.values()) <= 5
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_through_the_naive_gateway_they_hold_it_on(tmp_path: Path):
     """What the article shows: two seconds after everybody left the slot is full, and works for nobody."""
     with topology(NAIVE, tmp_path) as space:

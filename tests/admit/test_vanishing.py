@@ -30,7 +30,6 @@ async def test_who_vanishes_is_let_go_of_and_who_stalls_is_not():
     assert (stalled["how"], stalled["got"], stalled["state"]) == ("completed", 400, "finished")
     page = said["page"]
     useful = vanished["got"] + stalled["got"]
-    assert (
-        useful <= page["tokengap_tokens_useful_total{e0}"] <= useful + 3
-    )  # some were on their way when it was cut off
+    # What it read last was not acknowledged any more, or what was acknowledged not read: 0.1 s of tokens.
+    assert page["tokengap_tokens_useful_total{e0}"] == pytest.approx(useful, abs=5)
     assert page["tokengap_streams_ended_total{e0,admit,cancelled}"] == 1
