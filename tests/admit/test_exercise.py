@@ -62,8 +62,8 @@ def after_the_loop(space: netns.Space) -> float:
 
 @pytest.mark.e2e
 def test_after_the_cuts_nobody_holds_a_slot(tmp_path: Path):
-    """One stream ran and was cut in mid-answer; of the other seven none, or those that were there for some ms longer than
-    the first, reached the engine, and were cut there. The slot is free within a second."""
+    """One stream ran and was cut in mid-answer; of the other seven none, or those that were there for some ms longer
+    than the first, reached the engine, and were cut there. The slot is free within a second."""
     with topology(ADMIT, tmp_path) as space:
         ended = after_the_loop(space)
         while (now := truth(space)).now.running and time.monotonic() < ended + 5:
