@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tokengap.join.pairing import Amounts, Requests, by_volume, pair
 
 
-def requests(asked, answered=None, open_=None):
+def requests(asked, answered=None, open_=None, size=None, got=None, heard=None, asks=True):
     asked = np.array(asked, dtype=float)
     answered = np.zeros(len(asked), dtype=bool) if answered is None else np.array(answered)
     inode = np.arange(len(asked), dtype=np.uint64)
-    return Requests(asked, inode, answered, np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_))
+    size = np.full(len(asked), 500) if size is None else np.array(size)
+    open_ = np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_)
+    got = np.zeros(len(asked)) if got is None else np.array(got, dtype=float)
+    heard = np.full(len(asked), np.nan) if heard is None else np.array(heard, dtype=float)
+    return Requests(asked, inode, size, answered, open_, got, heard, np.full(len(asked), asks))
 
 
 def pairs(up, down, *, up_answered=None, down_answered=None, never=None, held=None, tolerance=0.05):
@@ -128,3 +133,21 @@ def test_a_client_that_left_midway_belongs_to_a_stream_that_brought_at_least_as_
     up, down = amounts([63560, 900], [5.0, 5.0]), amounts([6866], [5.0])
     assert volumes(up, down) == []
     assert volumes(up, down, partly=True) == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("heard", "got", "asked", "found"),
+    [
+        (1.30, 168, 1.00, [(0, 0)]),  # its header, passed on at once
+        (1.60, 168, 1.00, [(0, 0)]),  # or by a slow proxy
+        (1.70, 168, 1.00, []),  # what came so much later is another answer's
+        (1.20, 168, 1.00, []),  # and so is what came before
+        (1.30, 900, 1.00, []),  # or is longer
+        (1.30, 168, 1.32, []),  # or was asked for later
+    ],
+)
+def test_a_header_tells_whose_a_late_request_is(heard, got, asked, found):
+    """Asked for 0.28 s after its client had asked: by the instant at which the header came, and its length."""
+    up = requests([1.28], got=[187], heard=[1.30])
+    down = requests([asked], [True], [False], got=[got], heard=[heard], asks=False)
+    assert pair(up, down, tolerance=0.05) == found

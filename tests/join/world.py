@@ -119,7 +119,8 @@ class World:
     used again. ``header_first``: the answer's header comes with the acceptance, not with the first token, as from vLLM.
     ``local``: the engine is on this host, so its accepted sockets are seen too. ``polls``: bytes of a page
     that something on this host fetches from the engine twice a second over one connection. ``shuffle``: a seed; the
-    requests of one burst go on from the proxy, and into the engine's queue, in another order than they came.
+    requests of one burst go on from the proxy, and into the engine's queue, in another order than they came. ``slow``:
+    seconds for which the proxy holds a request before it sends it on.
     """
 
     people: list[Person]
@@ -136,6 +137,7 @@ class World:
     header_first: bool = True
     skew: float = 0.01
     shuffle: int | None = None
+    slow: float = 0.0
     now: float = 1000.0
     generated: int = 0
     finished: int = 0
@@ -182,9 +184,10 @@ class World:
         if self.polls:
             self._poll()
         clock = self.now - self.start
-        asking = [p for p in self.people if p.up is None and not p.dropped and clock >= p.asks]
-        for person in asking:
-            self._arrive(person)
+        for person in self.people:
+            if person.down is None and person.up is None and clock >= person.asks:
+                self._arrive(person)
+        asking = [p for p in self.people if p.up is None and not p.dropped and clock >= p.asks + self.slow]
         for person in sorted(asking, key=lambda p: self.place[id(p)]):
             self._ask(person)
         for person in self.people:
@@ -365,7 +368,9 @@ class World:
     @property
     def owners(self) -> dict[int, str]:
         """Whose upstream sockets are whose: what a walk of the process table would answer."""
-        owners = {p.up.cookie: "edge" if p.via == "edge" else "" for p in self.people if p.up is not None}
+        last = "admit" if self.chain else "edge"
+        owners = {p.up.cookie: last if p.via == "edge" else "" for p in self.people if p.up is not None}
+        owners |= {p.middle[0].cookie: "edge" for p in self.people if p.middle is not None}
         return owners | ({self.poller.cookie: ""} if self.poller is not None else {})
 
     @property

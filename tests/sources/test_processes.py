@@ -246,12 +246,24 @@ async def test_a_child_that_serves_another_hop_is_that_hops() -> None:
             assert answers == {inode_of(client): "edge", downstream: "admit"}
 
 
-async def test_what_nobody_holds_is_answered_only_where_everything_is_seen() -> None:
-    """An inode that no process holds: proof that it is not a hop's only if no process is hidden. 0 is no inode."""
-    everyone = host.holders(host.Tree().pids, frozenset())
+async def test_what_no_process_of_a_hop_holds_is_no_hops() -> None:
+    """An inode that none of them holds, where all of them may be looked into. 0 is no inode."""
     with started() as edge:
-        answers = await owners(behind(("edge", edge.port)), 2**62, 0)
-        assert answers == ({} if everyone.hidden else {2**62: ""})
+        assert await owners(behind(("edge", edge.port)), 2**62, 0) == {2**62: ""}
+
+
+async def test_a_process_that_came_since_the_survey_may_be_a_hops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a new worker of the hop: what it holds is not answered before the next survey."""
+    monkeypatch.setattr(processes, "_REST_FACTOR", 0)
+    source = Processes()
+    with started() as edge, started() as other:
+        topology, old = behind(("edge", edge.port)), other.connect(edge.port)
+        assert told(await source.read(topology, frozenset({old})), frozenset({old})) == {old: ""}
+        source._host._everyone_due = float("inf")
+        with started() as newcomer:
+            new, older = newcomer.connect(edge.port), other.connect(edge.port)
+            asked = frozenset({new, older})
+            assert told(await source.read(topology, asked), asked) == {older: ""}
 
 
 async def test_a_hop_whose_processes_are_not_visible_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

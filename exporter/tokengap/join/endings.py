@@ -8,8 +8,9 @@ the client, when the stream ended     the engine                 counted as
 ====================================  =========================  ================================================
 there                                 answered                   completed
 there                                 died, or never answered    failed
+left, served to the end               finished one               completed: it had everything and closed
 left before                           finished one               orphaned: it ran to its end for nobody
-left in the same beat, served         finished one               completed: it had everything and closed
+left, and its connection stays        any                        the same: the answer was read to its end
 left                                  finished none              cancelled, once the engine has dropped it
 left                                  still runs it              in limbo: the engine's own leak
 in limbo                              finished one               orphaned, at the hop "engine"
@@ -25,14 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
-from tokengap.join.segments import Owned, body, in_flight
+from tokengap.join.segments import Owned, all_but_the_last, in_flight
 from tokengap.join.silent import Left
 from tokengap.readings import EnginePage
 from tokengap.view import Ending
-
-#: What may be unacknowledged of a whole answer when both its sockets close within one beat: its last chunk, and what
-#: re-framing makes of the difference; of a short one, half.
-TAIL_BYTES, TAIL_SHARE = 1024, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +124,24 @@ def end(
     whole[reset] = False
     for i in reset:
         add(int(streams.entered[i]), "cancelled")
-    for i in np.setdiff1d(np.flatnonzero(there), reset):
+    # A little that came at once, on a connection that stays: a poll, or a refusal. The model has not worked for it.
+    brief = there & ~answered & (seg["supply"] > 0) & np.isnan(seg["missed"]) & ~np.array(died)
+    for i in np.setdiff1d(np.flatnonzero(there & ~brief), reset):
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")
     spare -= int(whole.sum())
-    tail = np.minimum(np.maximum(TAIL_BYTES, TAIL_SHARE * seg["supply"]), body(seg) / 2)
     # Where another request followed on its socket, how much of the bytes were its own is not known, but it was whole.
-    got_all = (seg["behind"] <= tail) | (seg["reused"] & (seg["acked"] > 0))
+    got_all = all_but_the_last(seg) | (left_now & seg["reused"] & (seg["acked"] > 0))
+
+    # A connection that is kept after the client left, or used again, has brought its answer to the end.
+    sure = answered & np.isnan(seg["missed"])
 
     limbo = list(fates.limbo)
     order = np.argsort(seg["gone"], kind="stable")
     for i in [i for i in order if left_before[i]] + [i for i in order if left_now[i]]:
         entered = int(streams.entered[i])
-        if spare > 0 and answered[i]:
+        if answered[i] and (spare > 0 or sure[i]):
             spare -= 1
-            whole[i] = left_now[i] and got_all[i]
+            whole[i] = got_all[i]
             add(*((entered, "completed") if whole[i] else (int(streams.leaks_at[i]), "orphaned")))
         else:
             limbo.append(Left(int(seg["id"][i]), entered, float(seg["asked"][i]), at, bool(answered[i])))

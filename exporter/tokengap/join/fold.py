@@ -25,7 +25,7 @@ from tokengap.join import (
     verdict,
 )
 from tokengap.join.client import CONNECTED, VANISHED
-from tokengap.join.segments import Owned, Segments, in_flight, stays
+from tokengap.join.segments import Owned, Segments, in_flight, seems_over, stays
 from tokengap.readings import EnginePage, GatewayPage, Reading, Readings, SocketSnapshot, as_ipv6
 from tokengap.topology import Engine, Topology
 from tokengap.view import (
@@ -550,7 +550,7 @@ def _streams_now(
     """Make the table of streams (one row a request) and the groups (one row a request at each hop it passes)."""
     seg, path, held, at = seen.segments, seen.path, seen.held, readings.at
     # What has lost its carrier is as good as over; how it ended is decided in the next beat.
-    flying = in_flight(seg) & np.isnan(seg["missed"]) & (seg["client"] >= 0)
+    flying = in_flight(seg) & np.isnan(seg["missed"]) & (seg["client"] >= 0) & ~seems_over(seg)
     # A request that passes several hops has a segment at each; the innermost one stands for it.
     inner = path.inner
     innermost = flying & ~((inner >= 0) & flying[inner])

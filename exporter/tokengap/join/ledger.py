@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tokengap.join.client import VANISHED
-from tokengap.join.segments import Owned, Segments, body
+from tokengap.join.segments import Owned, Segments, body, in_flight, seems_over
 from tokengap.join.silent import STREAMED_BYTES, Doubt, Left, Silent, Told, at_once, in_doubt, listen, release, resolve
 from tokengap.readings import EnginePage
 from tokengap.view import Tokens
@@ -222,7 +222,8 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
     delivered = np.where(streams.client >= 0, delivered, 0.0)
     useful = np.maximum(seg["useful"], np.minimum(delivered, seg["tokens"] - seg["orphaned"]))
     doubtful = in_doubt(streams, ledger.unstreamed)
-    orphaned = np.maximum(seg["orphaned"], np.where(left & ~doubtful, seg["tokens"] - useful, 0.0))
+    open_ = in_flight(seg) & seems_over(seg)  # if more comes, or it ends, it will show
+    orphaned = np.maximum(seg["orphaned"], np.where(left & ~doubtful & ~open_, seg["tokens"] - useful, 0.0))
     lost = np.where(ended & (streams.client < 0), seg["tokens"] - useful - orphaned, 0.0)
 
     tokens = ledger.tokens

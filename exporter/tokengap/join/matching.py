@@ -37,22 +37,23 @@ def find_clients(
     blur: float,
     frames: NDArray[np.uint64],
     before: float,
+    guess: NDArray[np.bool_],
 ) -> None:
     """Give each upstream request its client-facing socket: by the request instant, then by who moves with whom.
 
     A process has its sockets in one network namespace, so a hop that runs in several is matched in each alone.
     ``frames``: client-facing sockets, by cookie, that are known to carry several requests at once. ``before``: when the
-    beat before was.
+    beat before was. ``guess``: requests that may be another hop's: they are paired by their instants alone.
     """
     netns = now.rows["netns"]
     if not netns.any():
         everywhere = np.ones(len(seg), dtype=np.bool_)
-        _find_clients(seg, now, side, everywhere, edges, ratio, at, blur, frames, before)
+        _find_clients(seg, now, side, everywhere, edges, ratio, at, blur, frames, before, guess)
         return
     for number in np.unique(netns):
         down = np.where(netns == number, side.down, -1)
         here = seg["netns"] == number
-        _find_clients(seg, now, replace(side, down=down), here, edges, ratio, at, blur, frames, before)
+        _find_clients(seg, now, replace(side, down=down), here, edges, ratio, at, blur, frames, before, guess)
 
 
 def _find_clients(
@@ -66,6 +67,7 @@ def _find_clients(
     blur: float,
     frames: NDArray[np.uint64],
     before: float,
+    guess: NDArray[np.bool_],
 ) -> None:
     for hop in np.unique(side.down[side.down >= 0]):
         mine = here & ((seg["hop"] == hop) | (seg["hop"] == UNSEEN))
@@ -73,13 +75,15 @@ def _find_clients(
         mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
         # First with the clients of before, for those that have closed by now still tell whose they were.
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-        _claim_closed(seg, now, side, mine, int(hop), ratio, at)
-        _pair_free(seg, now, side, mine, int(hop), at, blur)
-        _share(seg, now, side, mine, int(hop), before, blur, frames)
+        _claim_closed(seg, now, side, mine, int(hop), ratio, at, blur)
+        _pair_free(seg, now, side, mine, int(hop), ratio, at, blur, guess)
+        _share(seg, now, side, mine & ~guess, int(hop), before, blur, frames)
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-        burst = _burst(seg, now, mine, int(hop), ratio, at)
-        left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody who was gone
-        seg["down"][left], seg["client"][left], seg["gone"][left] = 0, GONE, at
+        burst = _burst(seg, now, mine, int(hop), ratio, at, blur)
+        left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody else, who had left if anybody had
+        seg["down"][left] = 0
+        seg["client"][left] = np.where(seg["maybe_left"][left], np.int8(GONE), np.int8(UNSEEN))
+        seg["gone"][left] = np.where(seg["maybe_left"][left], at, np.nan)
 
 
 def _claim_closed(
@@ -90,6 +94,7 @@ def _claim_closed(
     hop: int,
     ratio: NDArray[np.float64],
     at: float,
+    blur: float,
 ) -> None:
     """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
     they got. Their instants are not known, but the amount of a whole answer is."""
@@ -97,60 +102,97 @@ def _claim_closed(
     per_byte = ratio[hop, 1] / ratio[hop, 0]
     got = (now.track["written"] - now.track["begun"]) * per_byte
     clients = np.flatnonzero(loose & (got > HEADER_MOST))
-    burst = _burst(seg, now, mine, hop, ratio, at)
+    burst = _burst(seg, now, mine, hop, ratio, at, blur)
     asking = np.flatnonzero(~burst.mute & (burst.hungry | (seg["down"][burst.rows] == 0)))
     if len(clients) and len(asking):
         anytime = np.zeros(max(len(asking), len(clients)))
         up = Amounts(burst.came_up[asking], burst.came_lately[asking], anytime[: len(asking)])
         down = Amounts(got[clients], now.d_written[clients] * per_byte, anytime[: len(clients)])
-        pairs = by_volume(up, down, tolerance=0.0)
-        for i, j in pairs:
-            _join(seg, burst.rows[asking[i]], now, clients[j], hop)
+        ends = now.track["asked"][clients] + now.rows["last_data_recv"][clients] / 1e3
+        for i, j in by_volume(up, down, tolerance=0.0):
+            if not now.known[clients[j]] or ends[j] >= burst.asked_up[asking[i]]:  # else it had left by then
+                _join(seg, burst.rows[asking[i]], now, clients[j], hop)
 
 
 def _pair_free(
-    seg: Segments, now: Tracked, side: Sides, mine: NDArray[np.bool_], hop: int, at: float, blur: float
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    mine: NDArray[np.bool_],
+    hop: int,
+    ratio: NDArray[np.float64],
+    at: float,
+    blur: float,
+    guess: NDArray[np.bool_],
 ) -> None:
     """Pair the streams of a hop that have no client with its clients that have no stream."""
-    flying = np.isnan(seg["ended"])
-    fresh_end = seg["ended"] == at
+    needy = _needy(seg, now, mine, at)
+    # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
+    # neither, and must not be taken for the client of another stream of the same burst; unless what it has is no more
+    # than a header, which a slow proxy passes on late. Then the instant of that tells.
+    sent, received = now.rows["last_data_sent"], now.rows["last_data_recv"]
+    passed_on = now.track["written"] - now.track["begun"]
+    waits = sent >= received - 1e3 * HEADER_SECONDS
+    silent = (sent > received) | (now.rows["bytes_sent"] == 0)  # since it asked: a poll has had its answer
+    asks = ~now.known | waits | (now.d_written > 0)
+    free = (side.down == hop) & ~now.ended & ~_busy(seg, now, at, blur) & (now.rows["bytes_received"] != 0)
+    free &= (asks | (passed_on <= HEADER_MOST)) & ((now.rows["state"] == ESTABLISHED) | ~now.known)
+
+    wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
+    if not len(wanting) or not len(candidates):
+        return
+    carriers, some = now.find(seg["carrier"][wanting]), seg[wanting]
+    lonely = (some["down"] == 0) & ~guess[wanting]
+    matches = pair(
+        Requests(
+            asked=some["asked"],
+            inode=now.rows["inode"][carriers],
+            size=now.track["question"][carriers],
+            answered=~np.isnan(some["answered"]),
+            open=lonely & ~some["trial"],
+            got=some["supply"].astype(np.float64),
+            heard=np.where(lonely & (some["supply"] > 0), now.track["grew"][carriers], np.nan),
+            asks=np.ones(len(wanting), dtype=np.bool_),
+        ),
+        Requests(
+            asked=now.track["asked"][candidates],
+            inode=now.rows["inode"][candidates],
+            size=now.track["question"][candidates],
+            answered=~waits[candidates],
+            open=(now.known & (silent | ~waits))[candidates],
+            got=passed_on[candidates] * ratio[hop, 1] / ratio[hop, 0],
+            heard=np.where(passed_on > 0, at - sent / 1e3, np.nan)[candidates],
+            asks=asks[candidates],
+        ),
+        tolerance=SAME_INSTANT + blur,
+        blur=blur,
+    )
+    trial = seg["trial"].copy()
+    for i, j in matches:
+        _join(seg, wanting[i], now, candidates[j], hop)
+    seg["trial"] |= trial & guess
+
+
+def _needy(seg: Segments, now: Tracked, mine: NDArray[np.bool_], at: float) -> NDArray[np.bool_]:
+    """Mark the streams that want a client: they have none, or one that is not there."""
     rows = now.find(seg["down"])
     listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
-    needy = mine & ~listens & (seg["carrier"] != seg["down"]) & (flying | (fresh_end & (seg["down"] == 0)))
+    fresh_end = (seg["ended"] == at) & (seg["down"] == 0)
+    needy = mine & ~listens & (seg["carrier"] != seg["down"]) & (np.isnan(seg["ended"]) | fresh_end)
     # A client that closes having got what its stream brought was its client: it left, or had everything.
     got = now.track["written"][rows] - now.track["begun"][rows]
     settled = now.ended[rows] & (rows >= 0) & ~np.isnan(seg["answered"]) & (got > HEADER_MOST)
-    needy &= ~(settled & (np.abs(got - seg["supply"]) <= 0.1 * seg["supply"] + 2 * HEADER_MOST))
+    settled &= np.abs(got - seg["supply"]) <= 0.1 * seg["supply"] + 2 * HEADER_MOST
+    return np.asarray(needy & ~settled, dtype=np.bool_)
 
-    # Free is a client without a stream that waits for an answer or is getting one. One whose stream is over does
-    # neither, and must not be taken for the client of another stream of the same burst.
+
+def _busy(seg: Segments, now: Tracked, at: float, blur: float) -> NDArray[np.bool_]:
+    """Mark the sockets whose client has a stream, or had the one that ended in this beat."""
+    rows = now.find(seg["down"])
+    listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
     asks_the_same = np.abs(now.track["asked"][rows] - seg["asked"]) <= 2 * SAME_INSTANT + blur
-    held = listens & (flying | (fresh_end & asks_the_same))
-    busy = locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0
-    waits = now.rows["last_data_sent"] >= now.rows["last_data_recv"] - 1e3 * HEADER_SECONDS
-    free = (side.down == hop) & ~now.ended & ~busy & (now.rows["bytes_received"] != 0)
-    free &= (~now.known | waits | (now.d_written > 0)) & ((now.rows["state"] == ESTABLISHED) | ~now.known)
-
-    wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
-    if len(wanting) and len(candidates):
-        matches = pair(
-            Requests(
-                seg["asked"][wanting],
-                now.rows["inode"][now.find(seg["carrier"][wanting])],
-                ~np.isnan(seg["answered"][wanting]),
-                (seg["down"][wanting] == 0) & ~seg["trial"][wanting],
-            ),
-            Requests(
-                now.track["asked"][candidates],
-                now.rows["inode"][candidates],
-                ~waits[candidates],
-                now.known[candidates],
-            ),
-            tolerance=SAME_INSTANT + blur,
-            blur=blur,
-        )
-        for i, j in matches:
-            _join(seg, wanting[i], now, candidates[j], hop)
+    held = listens & (np.isnan(seg["ended"]) | ((seg["ended"] == at) & asks_the_same))
+    return np.asarray(locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0, dtype=np.bool_)
 
 
 def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> None:
@@ -193,7 +235,8 @@ def _share(
     cookies, asked = now.rows["cookie"], now.track["asked"]
     listening = (side.down == hop) & ~now.ended & (now.rows["state"] == ESTABLISHED)
     busy = listening & (locate(np.sort(seg["down"][np.isnan(seg["ended"])]), cookies) >= 0)
-    asked_again = np.flatnonzero(busy & now.known & (now.d_received > 1))
+    older = np.isnan(seg["ended"]) & (seg["asked"] < before)
+    asked_again = np.flatnonzero(busy & np.isin(cookies, seg["down"][older]) & now.known & (now.d_received > 1))
     at_once, framed = np.flatnonzero(busy), np.flatnonzero(listening & np.isin(cookies, frames))
     for i in alone:
         owned = bool(seg["owner"][i] == OWNED)
@@ -238,7 +281,7 @@ def _sort_out(
     """
     tolerance = 2 * SAME_INSTANT + blur
     for rule in (_cut_together, _by_first_bytes, _by_amount, _left_midway, _never_fed):
-        burst = _burst(seg, now, mine, hop, ratio, at)
+        burst = _burst(seg, now, mine, hop, ratio, at, blur)
         if len(burst.rows) < 2:
             return
         for a, b in rule(burst, tolerance):
@@ -281,12 +324,15 @@ class _Burst:
 
 
 def _burst(
-    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float
+    seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float, blur: float
 ) -> _Burst:
     over = (seg["ended"] == at) | (np.isnan(seg["ended"]) & ~np.isnan(seg["missed"]))
     rows = np.flatnonzero(mine & (np.isnan(seg["ended"]) | over) & ~seg["shared"] & (seg["carrier"] != seg["down"]))
-    some, down = seg[rows], now.find(seg["down"][rows])
-    track = now.track[down]
+    down = now.find(seg["down"][rows])
+    # A client that asks anew has what it had asked for before.
+    same = (down < 0) | (now.track["asked"][down] <= seg["asked"][rows] + 2 * SAME_INSTANT + blur)
+    rows, down = rows[same], down[same]
+    some, track = seg[rows], now.track[down]
     seen = down >= 0
     there = seen & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED)
     per_byte = ratio[hop, 1] / ratio[hop, 0]

@@ -8,7 +8,10 @@ who.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +20,15 @@ from numpy.typing import NDArray
 #: kernel. More are seen where a request comes in pieces.
 AT_ONCE = 0.012
 
+#: What proxies add to a request, or leave out of it: some headers.
+REWRITTEN_BYTES, REWRITTEN_SHARE = 64, 0.03
+
 #: Seconds for which a proxy may hold a request back: in its queue, or because it is slow (LiteLLM with eight requests
 #: at once: 0.35).
 SLOWEST_PROXY = 120.0
+
+#: Seconds that a slow one may take to pass an answer on.
+SLOW_ANSWER = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +36,39 @@ class Requests:
     """One side of the requests to be paired: upstream requests, or client sockets. Columns correspond.
 
     ``asked``: the instant. ``inode``: of the socket; in the order of their making, where instants (ticks of 4 ms)
-    are alike. ``answered``: answer bytes have come, or gone out. ``open``: what may still be paired out of
-    order: an upstream request that never had a client; a client socket that was there before this beat.
+    are alike. ``size``: its bytes. ``answered``: answer bytes have come, or gone out. ``open``: what may still be
+    paired out of order: an upstream request that never had a client; a client socket that was there before this beat
+    and has got nothing since it asked, or is getting an answer. ``got``: the bytes of the answer so far, header
+    included, and ``heard``: the instant of the newest of them, NaN where they are not to be compared. ``asks``: it
+    waits for an answer or is getting one; what may have had a small one is paired by what it heard alone.
     """
 
     asked: NDArray[np.float64]
     inode: NDArray[np.uint64]
+    size: NDArray[np.int64]
     answered: NDArray[np.bool_]
     open: NDArray[np.bool_]
+    got: NDArray[np.float64]
+    heard: NDArray[np.float64]
+    asks: NDArray[np.bool_]
+
+    def only(self, rows: list[int]) -> Requests:
+        """Return the requests at these indices."""
+        return Requests(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
 def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -> list[tuple[int, int]]:
     """Match upstream requests to clients; returns pairs of indices into ``up`` and ``down``.
 
-    First those whose instants lie within ``tolerance`` seconds, the client's not after the proxy's where that will do,
-    and among them those that are both answered, or both not. Then those that a slow proxy sent on late, and what it
-    queued: an upstream request that never had a client goes to the client that has waited longest, first in, first out.
-    ``blur`` is the seconds that the dump of the sockets took.
+    First those whose instants lie within ``tolerance`` seconds, the client's not after the proxy's, and among them
+    those that are both answered, or both not. Then those that a slow proxy sent on late: by the instant of their
+    answers, or of their headers, if these are as long. Both first with questions and answers of equal size, then
+    without. And what a proxy queued: an upstream request that never had a client goes to the client that has waited
+    longest, first in, first out. ``blur`` is the seconds that the dump of the sockets took.
     """
-    pairs: list[tuple[int, int]] = []
-    at_once = AT_ONCE + blur
-    for phase, after in ((True, at_once), (False, at_once), (True, tolerance), (False, tolerance), (None, tolerance)):
-        free_up = _free(up, [i for i, _ in pairs], phase)
-        free_down = _free(down, [j for _, j in pairs], phase)
-        found = in_order(up.asked[free_up], down.asked[free_down], tolerance, after)
-        pairs += [(free_up[i], free_down[j]) for i, j in found]
+    pairs = _asked_together(up, down, [], tolerance, blur, alike=True)
+    pairs += _heard_together(up, down, pairs, tolerance)
+    pairs += _asked_together(up, down, pairs, tolerance, blur, alike=False)
     pairs += _delayed(up, down, pairs)
     late = [i for i in _free(up, [i for i, _ in pairs], None) if up.open[i]]
     waiting = [j for j in _free(down, [j for _, j in pairs], False) if down.open[j]]
@@ -60,6 +77,40 @@ def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -
             break
         pairs.append((i, waiting.pop(0)))
     return pairs
+
+
+def _asked_together(
+    up: Requests, down: Requests, taken: list[tuple[int, int]], tolerance: float, blur: float, *, alike: bool
+) -> list[tuple[int, int]]:
+    """Match requests by their instants; of equal amounts only, where ``alike``."""
+    found: list[tuple[int, int]] = []
+    at_once = AT_ONCE + blur
+    phases = ((True, at_once), (False, at_once), (True, tolerance), (False, tolerance), (None, tolerance))
+    for phase, after in phases:
+        ups = _free(up, [i for i, _ in taken + found], phase)
+        downs = _free(down, [j for _, j in taken + found], phase)
+        fits = partial(_alike, up.only(ups), down.only(downs)) if alike else None
+        pairs = in_order(up.asked[ups], down.asked[downs], tolerance, after, fits)
+        found += [(ups[i], downs[j]) for i, j in pairs]
+    return found
+
+
+def _heard_together(
+    up: Requests, down: Requests, pairs: list[tuple[int, int]], tolerance: float
+) -> list[tuple[int, int]]:
+    """Match answers, or headers, that came and were passed on at one instant, and are as long; in the order in which
+    they were asked for."""
+    clients = _oldest_first(down, ~np.isnan(down.heard), [j for _, j in pairs])
+    found: list[tuple[int, int]] = []
+    for i in _oldest_first(up, ~np.isnan(up.heard), [i for i, _ in pairs]):
+        later = down.heard[clients] - up.heard[i]
+        fits = (later >= -tolerance) & (later <= tolerance + SLOW_ANSWER)
+        fits &= np.abs(down.got[clients] - up.got[i]) <= _slip(np.maximum(down.got[clients], up.got[i]))
+        fits &= (down.asked[clients] <= up.asked[i] + AT_ONCE) & (down.asked[clients] >= up.asked[i] - SLOWEST_PROXY)
+        if fits.any():
+            found.append((int(i), int(clients[fits.argmax()])))
+            clients = np.delete(clients, fits.argmax())
+    return found
 
 
 def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -78,33 +129,57 @@ def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list
 
 
 def _free(side: Requests, taken: list[int], answered: bool | None) -> list[int]:
-    """Return what is not taken, of one phase or (None) of both, oldest first."""
-    free = np.ones(len(side.asked), dtype=np.bool_)
+    """Return what asks and is not taken, of one phase or (None) of both, oldest first."""
+    phase = side.asks if answered is None else side.asks & (side.answered == answered)
+    return [int(i) for i in _oldest_first(side, phase, taken)]
+
+
+def _oldest_first(side: Requests, mask: NDArray[np.bool_], taken: list[int]) -> NDArray[np.intp]:
+    """Return what is marked and not taken."""
+    free = mask.copy()
     free[taken] = False
-    if answered is not None:
-        free &= side.answered == answered
     rows = np.flatnonzero(free)
-    return [int(i) for i in rows[np.lexsort((side.inode[rows], side.asked[rows]))]]
+    return rows[np.lexsort((side.inode[rows], side.asked[rows]))]
+
+
+def _alike(up: Requests, down: Requests, i: int, j: int) -> bool:
+    """Tell whether an upstream request is as large as a client's, but for some headers, and its answer as its own."""
+    asked = abs(up.size[i] - down.size[j]) <= REWRITTEN_BYTES + REWRITTEN_SHARE * down.size[j]
+    return bool(asked and abs(up.got[i] - down.got[j]) <= _slip(np.maximum(up.got[i], down.got[j])))
 
 
 def in_order(
-    up: NDArray[np.float64], down: NDArray[np.float64], tolerance: float, after: float | None = None
+    up: NDArray[np.float64],
+    down: NDArray[np.float64],
+    tolerance: float,
+    after: float | None = None,
+    fits: Callable[[int, int], bool] | None = None,
 ) -> list[tuple[int, int]]:
     """Match as many instants as possible, the second at most ``tolerance`` before the first and ``after`` after it (as
-    long by default); pairs of indices.
+    long by default); pairs of indices. ``fits``: which pairs may be, all by default.
 
     With intervals of equal width, greedy in order is optimal. Equal instants keep the order they are given in.
     """
     up_order, down_order = np.argsort(up, kind="stable"), np.argsort(down, kind="stable")
     pairs: list[tuple[int, int]] = []
+    waiting: deque[int] = deque()  # within the tolerance, and not taken yet
     j = 0
     for i in up_order:
-        while j < len(down_order) and down[down_order[j]] < up[i] - tolerance:
+        while j < len(down_order) and down[down_order[j]] <= up[i] + (tolerance if after is None else after):
+            waiting.append(int(down_order[j]))
             j += 1
-        if j < len(down_order) and down[down_order[j]] <= up[i] + (tolerance if after is None else after):
-            pairs.append((int(i), int(down_order[j])))
-            j += 1
+        while waiting and down[waiting[0]] < up[i] - tolerance:
+            waiting.popleft()
+        found = next((one for one in waiting if fits is None or fits(int(i), one)), None)
+        if found is not None:
+            waiting.remove(found)
+            pairs.append((int(i), found))
     return pairs
+
+
+def _slip(most: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return by how many bytes two amounts of one answer may differ: framing, what is under way, a chunk or two."""
+    return np.minimum(0.03 * most + 1024, 0.1 * most + 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +200,7 @@ def by_volume(up: Amounts, down: Amounts, *, tolerance: float, partly: bool = Fa
     the client may have got only the beginning.
     """
     brought, got = up.whole[:, None], down.whole[None, :]
-    most = np.maximum(brought, got)
-    near = np.minimum(0.03 * most + 1024, 0.1 * most + 256)
+    near = _slip(np.maximum(brought, got))
     fits = brought >= got - near if partly else np.abs(brought - got) <= near
     fits &= np.abs(up.asked[:, None] - down.asked[None, :]) <= tolerance
     gap = np.abs(brought - got) + np.abs(up.lately[:, None] - down.lately[None, :])

@@ -39,6 +39,9 @@ QUIET_PATIENCE = 30.0
 #: Seconds of silence from which on a stream may have finished: longer than between two tokens of a busy engine.
 SILENT_SECONDS = 0.1
 
+#: Bytes that an answer of a model has at least, header included.
+LEAST_ANSWER = 256
+
 
 @dataclass(frozen=True, slots=True)
 class InEngine:
@@ -61,9 +64,11 @@ def end_finished(
     flying = np.isnan(seg["ended"])
     mute = np.isnan(seg["answered"])
     counted = flying & np.isnan(seg["missed"])  # the others are closing
-    answered = counted & (seg["supply"] > 0)  # if only by what may be a header, or all of a small answer
     carrier = now.rows[now.find(seg["carrier"])]
     question_age, answer_age = ages(carrier, seg["carrier"] == seg["down"])
+    # By what may be a header, or all of a small answer, if not more; or by bytes that the request before it was given.
+    not_newer = (answer_age >= 0) & (answer_age <= question_age) & (seg["base_up"] > 0) & mute
+    answered = counted & ((seg["supply"] > 0) | not_newer)
     silence = np.where(answer_age >= 0, answer_age / 1e3, at - seg["grew"])
     quiet = answered & (silence >= 0.9 * interval) & (seg["grew"] < at)
     at_once = answer_age >= question_age - 1e3 * HEADER_SECONDS
@@ -81,6 +86,9 @@ def end_finished(
     just_closed = (seg["down"] > 0) & np.isnan(seg["gone"]) & ((rows < 0) | now.ended[rows])
     cut = just_closed & now.ended[now.find(seg["carrier"])]  # both sides at once: finished, or not
     just_closed &= ~mute | ((known_header > 0) & ~as_known)  # a stream that waits has not finished
+    # Nor has one whose answer went on after its client had gone.
+    closed_at = now.track["asked"][rows] + now.rows["last_data_recv"][rows] / 1e3
+    just_closed &= ~(now.known[rows] & now.ended[rows] & (at - silence > closed_at + SAME_INSTANT))
     rank = np.where(as_known, 0.0, silence + SAME_INSTANT * just_closed)
     rank += np.where(mute & ~as_known & (known_header > 0), 1e6, 0.0) + np.where(mute & (seg["down"] == 0), 1e3, 0.0)
 
@@ -106,7 +114,8 @@ def end_finished(
         seg["trial"][fits] &= ((seg["born"][fits] >= at) & crowded) | poll_like[fits]
         # The engine finished more than we saw end: the longest silent of these, without waiting for another beat.
         unexplained = int(engines[engine].finished) - int((here & (over | (seg["ended"] == at)) & ~cut).sum())
-        silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room]]
+        header_alone = mute[no_room] & (seg["supply"][no_room] < LEAST_ANSWER)
+        silent = no_room[(silence[no_room] >= SILENT_SECONDS) & ~over[no_room] & ~header_alone]
         over[silent[::-1][: max(unexplained, 0)]] = True
     seg["ended"] = np.where(over, at, seg["ended"])
     return seg

@@ -22,6 +22,10 @@ HEADER_USUAL = 200
 #: measured, 4 ms ticks, a busy event loop in between).
 SAME_INSTANT = 0.05
 
+#: What a client may lack that has, or had, its whole answer: the last chunk, and what re-framing makes of the
+#: difference.
+TAIL_BYTES, TAIL_SHARE = 1024, 0.05
+
 UNKNOWN_OWNER, OWNED, FOREIGN = 0, 1, 2
 
 #: One request at one hop. Instants are monotonic seconds, NaN for "not yet".
@@ -42,15 +46,18 @@ SEGMENT = np.dtype(
         ("missed", "f8"),  # since when its carrier is closing, closed, or in no table
         ("ended", "f8"),
         ("gone", "f8"),  # since when the client is known to be gone or vanished, at this hop
+        ("left", "f8"),  # when its client's socket ended, as that tells
+        ("flowed_on", "?"),  # its answer went on after that
         ("client", "i1"),  # code of the client facing this hop, or UNSEEN
         ("owner", "i1"),
+        ("owner_told", "?"),  # by the process table, not by the pair
         ("no_room", "?"),  # in the beat before, the engine's count left no room for it
         ("trial", "?"),  # may yet turn out to be a poll of some page, not a stream: no tokens are credited
         ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
         ("reused", "?"),  # it ended, for its carrier brought another request: its answer was whole
         ("told", "?"),  # the engine's own count of its tokens has been taken in
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
-        ("maybe_left", "?"),  # it never had a client, and one may have come and left before we looked
+        ("maybe_left", "?"),  # its client may have come and left before we looked
         ("base_up", "i8"),  # bytes on the carrier before this request
         ("header", "i8"),  # bytes of the header, 0 while not seen on its own
         ("supply", "i8"),  # answer bytes so far, header included
@@ -98,6 +105,26 @@ def body(segments: Segments) -> NDArray[np.int64]:
     """Return the answer bytes of each stream that are not its header."""
     header = np.where(segments["header"] > 0, segments["header"], HEADER_USUAL)
     return np.asarray(np.maximum(segments["supply"] - header, 0), dtype=np.int64)
+
+
+def all_but_the_last(segments: Segments) -> NDArray[np.bool_]:
+    """Mark the answers of which clients lack no more than the last chunk, and what re-framing makes of the difference;
+    of a short one, half."""
+    tail = np.minimum(np.maximum(TAIL_BYTES, TAIL_SHARE * segments["supply"]), body(segments) / 2)
+    return np.asarray(~np.isnan(segments["answered"]) & (segments["behind"] <= tail), dtype=np.bool_)
+
+
+def seems_over(segments: Segments) -> NDArray[np.bool_]:
+    """Mark the streams whose client closed with all but the last chunk, and nothing came after: most likely they are
+    over, and the connection is kept for the next."""
+    closed = ~np.isnan(segments["left"]) & ~segments["flowed_on"]
+    return np.asarray(closed & (all_but_the_last(segments) | got_more_than_came(segments)), dtype=np.bool_)
+
+
+def got_more_than_came(segments: Segments) -> NDArray[np.bool_]:
+    """Mark the streams of which the client has bytes that were not seen to come yet: a dump is not atomic."""
+    more = segments["acked"] > segments["supply"] + HEADER_USUAL
+    return np.asarray(more & ~segments["shared"] & (segments["carrier"] != segments["down"]), dtype=np.bool_)
 
 
 def in_flight(segments: Segments) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.join.segments import HEADER_MOST, Segments
+from tokengap.join.segments import HEADER_MOST, UNSEEN, Segments
 from tokengap.join.sockets import Sides, Tracked, locate
 from tokengap.readings import ESTABLISHED
 
@@ -74,16 +74,17 @@ def listen(before: Talk, now: Tracked, side: Sides, seg: Segments) -> Talk:
 
 
 def note_leavers(seg: Segments, now: Tracked, side: Sides, before: float, *, events: bool, first: bool) -> None:
-    """Mark the streams that began since ``before``, the beat before, and found no client, if one may have come and gone
-    meanwhile; its end may be told a beat after the stream is seen. Those that are not marked have a client
-    that is there, on a socket that it shares."""
-    new = (seg["born"] >= before) & (seg["down"] == 0)
+    """Mark the streams that began since ``before``, the beat before, if a client of their hop may have asked and gone
+    meanwhile; its end may be told a beat after the stream is seen. One that is not marked has a client that is there,
+    if need be on a socket that it shares."""
+    new = (seg["born"] >= before) & (seg["carrier"] != seg["down"])
     if not new.any():
         return
     taken = locate(np.unique(seg["down"]), now.rows["cookie"]) >= 0
-    brief = (side.down >= 0) & now.ended & ~now.known & ~taken & (now.rows["bytes_received"] > 1)
-    brief &= now.track["written"] <= HEADER_MOST
-    seg["maybe_left"] |= new & (first or not events or bool(brief.any()))
+    brief = (side.down >= 0) & now.ended & ~taken & (now.d_received > 1)
+    brief &= now.track["written"] - now.track["begun"] <= HEADER_MOST
+    hops = [UNSEEN, *side.down[brief]] if brief.any() else []
+    seg["maybe_left"] |= new & (first or not events or np.isin(seg["hop"], hops))
 
 
 def signs(talk: Talk, now: Tracked, side: Sides, seg: Segments, held: NDArray[np.int32], hops: int) -> Signs:

@@ -21,8 +21,9 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 #: What is remembered of a socket. ``asked`` is the instant of the newest request on it: of the last data sent towards
 #: the engine, or received from the client. ``moved`` / ``grew``: when bytes_acked / bytes_received last grew. The
-#: counters are those of the beat before; ``begun`` is what had been written when the newest request came. All instants
-#: are monotonic seconds.
+#: counters are those of the beat before; ``begun`` is what had been written when the newest request came, and
+#: ``question`` the bytes of that request, 0 where its beginning was not seen; ``piece``: it is not answered, more of it
+#: may come. All instants are monotonic seconds.
 TRACK = np.dtype(
     [
         ("cookie", "u8"),
@@ -31,6 +32,8 @@ TRACK = np.dtype(
         ("written", "i8"),
         ("begun", "i8"),
         ("received", "i8"),
+        ("question", "i8"),
+        ("piece", "?"),
         ("moved", "f8"),
         ("grew", "f8"),
         ("asked", "f8"),
@@ -112,7 +115,12 @@ def follow(
         told = (track[column] != UNKNOWN) & (past[column] != UNKNOWN)
         return np.where(told, np.maximum(track[column] - past[column], 0), 0)
 
-    d_acked, d_received = growth("acked"), growth("received")
+    d_sent, d_acked, d_written, d_received = (growth(column) for column in ("sent", "acked", "written", "received"))
+    d_question, d_answer = np.where(from_client, d_received, d_sent), np.where(from_client, d_written, d_received)
+    # A request that comes in pieces grows until its answer does.
+    goes_on = past["piece"] | ~known
+    track["question"] = np.where(d_question > 1, np.where(goes_on, past["question"], 0) + d_question, past["question"])
+    track["piece"] = np.where(d_question > 1, d_answer == 0, goes_on & (d_answer == 0))
 
     asks_anew = known & (d_received > 1)  # 1: the peer's FIN
     track["begun"] = np.where(asks_anew, past["written"], np.where(known | (before is None), past["begun"], 0))
@@ -126,7 +134,7 @@ def follow(
     track["moved"][~told] = np.nan
     data_age = np.where(live & (rows["last_data_recv"] >= 0), rows["last_data_recv"] / 1e3, 0.0)
     track["grew"] = np.where((d_received > 0) | ~known, at - data_age, past["grew"])
-    return Tracked(rows, track, known, ended, growth("sent"), d_acked, growth("written"), d_received)
+    return Tracked(rows, track, known, ended, d_sent, d_acked, d_written, d_received)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ carrier sent, answers by what it received (for an engine's socket: the reverse).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,11 +26,14 @@ from tokengap.join.segments import (
     HEADER_MOST,
     HEADER_SECONDS,
     OWNED,
+    SAME_INSTANT,
     SEGMENT,
     UNKNOWN_OWNER,
     UNSEEN,
     Segments,
+    all_but_the_last,
     body,
+    got_more_than_came,
     stays,
 )
 from tokengap.join.signs import Signs, Talk, listen, note_leavers, signs
@@ -50,8 +54,15 @@ UNSEEN_BEATS = 2.5
 NEVER_PAIRED_BEFORE_SECONDS = 10.0
 
 #: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
-#: the chunks acknowledges slightly other numbers of bytes than it received.
+#: the chunks sends slightly other numbers of bytes than it received.
 REFRAMING = 0.03
+
+
+#: Seconds within which the process table answers its first question, if it ever does.
+FIRST_ANSWER_SECONDS = 2.5
+
+#: An upstream socket, by cookie, and the index of the hop that owns it.
+HOME = np.dtype([("cookie", "u8"), ("hop", "i4")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,8 @@ class StreamState:
     at: float
     next_id: int
     foreign: NDArray[np.uint64]  # cookies of upstream-looking sockets that no hop owns
+    homes: NDArray[Any]  # of HOME: upstream sockets of which the process table said which hop's they are
+    strangers: frozenset[tuple[int, bool]]  # (target, target is a hop) that others than hops call, too
     edges: frozenset[tuple[int, int, bool]]  # (hop, target, target is a hop): who forwards where
     ratio: NDArray[np.float64]
     headers: NDArray[np.int64]  # size of the header that each engine sends before the first token, 0 not known
@@ -126,6 +139,8 @@ def start(topology: Topology) -> StreamState:
         at=0.0,
         next_id=1,
         foreign=np.zeros(0, dtype=np.uint64),
+        homes=np.zeros(0, dtype=HOME),
+        strangers=frozenset(),
         edges=frozenset(edges),
         ratio=np.full((len(topology.hops) + 1, 2), 65536.0),
         headers=np.zeros(len(topology.engines), dtype=np.int64),
@@ -153,17 +168,19 @@ def advance(
     side = sides(both, topology, snapshot.namespaces)
     now = follow(state.track, both, ended, (side.down >= 0) | (side.engine_side >= 0), at)
 
-    seg, foreign, edges = _hear_owners(state, owners, now)
+    state, seg = _hear_owners(state, owners, now)
+    foreign, edges = state.foreign, state.edges
     carriers = _carriers(now, side, foreign, edges)
     # No hop's after all, or an engine's socket whose other end is a hop's, where it is followed.
     row = now.find(seg["carrier"])
     ours = (seg["owner"] != FOREIGN) & ((row < 0) | carriers.is_carrier[row])
     seg, returned = seg[ours], seg[~ours]
-    seg, taken = _grow(seg, now, carriers, side.engine_side >= 0, state.at, at, events=snapshot.events)
+    seg, taken = _grow(seg, now, carriers, side.engine_side >= 0, state.headers, state.at, at, events=snapshot.events)
     await_clients(seg, now, engines, at)
     headers = _learn_headers(seg, state.headers, at)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
-    find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames, state.at)
+    guess = _guesses(state, seg, at)
+    find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames, state.at, guess)
     note_leavers(seg, now, side, state.at, events=snapshot.events, first=state.track is None)
     talk = listen(state.talk, now, side, seg)
     parent, inner = _links(seg, now)
@@ -172,15 +189,14 @@ def advance(
     believe_brief(seg, engines, edges, at, unseen=unseen)
     began = at if state.track is None else state.began
     many = blind.union(side.down[np.isin(now.rows["cookie"], talk.frames)].tolist())
-    seg = _own(seg, at, began, many, max(NEVER_PAIRED_SECONDS, 2 * topology.interval))
+    seg = _own(seg, now, side, at, began, many, max(NEVER_PAIRED_SECONDS, 2 * topology.interval))
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
-    seg, ratio = _deliver(seg, path, now, state.ratio)
+    seg, ratio = _deliver(seg, path, now, state.ratio, at)
+    doubtful = _guesses(state, seg, at) & (path.client >= VANISHED) & ~all_but_the_last(seg)
+    path = replace(path, client=np.where(doubtful, np.int8(UNSEEN), path.client))
 
-    asking = np.isnan(seg["ended"]) & (seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER)
-    rows = now.find(seg["carrier"][asking])
-    questions = frozenset(int(inode) for inode in now.rows["inode"][rows[rows >= 0]] if inode)
-
+    questions = _questions(state, seg, now)
     state = replace(
         state,
         segments=seg[stays(seg)],
@@ -188,7 +204,7 @@ def advance(
         at=at,
         next_id=next_id,
         foreign=np.intersect1d(foreign, now.rows["cookie"]),
-        edges=edges,
+        homes=state.homes[now.find(state.homes["cookie"]) >= 0],
         ratio=ratio,
         headers=headers,
         questions=questions,
@@ -201,28 +217,73 @@ def advance(
     return state, Streams(seg, path, held, clients, returned, seen)
 
 
-def _hear_owners(
-    state: StreamState, owners: Mapping[int, str], now: Tracked
-) -> tuple[Segments, NDArray[np.uint64], frozenset[tuple[int, int, bool]]]:
-    """Take the answers about owners in: mark what no hop owns (and remember it), learn who forwards where."""
+def _hear_owners(state: StreamState, owners: Mapping[int, str], now: Tracked) -> tuple[StreamState, Segments]:
+    """Take the answers about owners in, and remember them: what is no hop's, and who forwards where.
+
+    A client of another hop than the one that the request turns out to be of was not its client.
+    """
     seg = state.segments.copy()
     names = {hop.name: i for i, hop in enumerate(state.topology.hops)}
-    edges = set(state.edges)
+    edges, strangers, homes = set(state.edges), set(state.strangers), []
     rows = now.find(seg["carrier"])
-    asked = (seg["down"] == 0) & (rows >= 0) & (seg["owner"] == UNKNOWN_OWNER)
+    asked = (seg["carrier"] != seg["down"]) & (rows >= 0) & ~seg["owner_told"]
     for i in np.flatnonzero(asked) if owners else ():
         owner = owners.get(int(now.rows["inode"][rows[i]]))
-        if owner in names:
-            seg["owner"][i] = OWNED
-            seg["hop"][i] = names[owner]
-            to_hop = bool(seg["to_hop"][i] >= 0)
-            edges.add((names[owner], int(seg["to_hop"][i] if to_hop else seg["engine"][i]), to_hop))
-        elif owner is not None:
+        if owner is None:
+            continue
+        to_hop = bool(seg["to_hop"][i] >= 0)
+        target = int(seg["to_hop"][i] if to_hop else seg["engine"][i])
+        seg["owner_told"][i] = True
+        if owner not in names:
             seg["owner"][i] = FOREIGN
+            strangers.add((target, to_hop))
+            continue
+        hop = names[owner]
+        if seg["down"][i] and seg["hop"][i] != hop:
+            seg["down"][i], seg["client"][i], seg["gone"][i], seg["lag"][i] = 0, UNSEEN, np.nan, np.nan
+            seg["shared"][i] = False
+        seg["owner"][i], seg["hop"][i] = OWNED, hop
+        edges.add((hop, target, to_hop))
+        homes.append((seg["carrier"][i], hop))
     no_hops = [inode for inode, owner in owners.items() if owner not in names]
-    strangers = now.rows["cookie"][np.isin(now.rows["inode"], no_hops)]
-    foreign = np.union1d(np.union1d(state.foreign, strangers), seg["carrier"][seg["owner"] == FOREIGN])
-    return seg, foreign, frozenset(edges)
+    others = now.rows["cookie"][np.isin(now.rows["inode"], no_hops)]
+    state = replace(
+        state,
+        foreign=np.union1d(np.union1d(state.foreign, others), seg["carrier"][seg["owner"] == FOREIGN]),
+        homes=np.unique(np.concatenate([state.homes, np.array(homes, dtype=HOME)])),
+        strangers=frozenset(strangers),
+        edges=frozenset(edges),
+    )
+    return state, seg
+
+
+def _questions(state: StreamState, seg: Segments, now: Tracked) -> frozenset[int]:
+    """Return the inodes of carriers whose owner would settle something: those without a client, and all that go where
+    more than one hop, or others than hops, call as well."""
+    asking = np.isnan(seg["ended"]) & (seg["carrier"] != seg["down"]) & ~seg["owner_told"]
+    asking &= _disputed(state, seg, state.strangers) | ((seg["down"] == 0) & (seg["owner"] == UNKNOWN_OWNER))
+    rows = now.find(seg["carrier"][asking])
+    return frozenset(int(inode) for inode in now.rows["inode"][rows[rows >= 0]] if inode)
+
+
+def _disputed(state: StreamState, seg: Segments, strangers: frozenset[tuple[int, bool]]) -> NDArray[np.bool_]:
+    """Mark the requests that go where more than one hop, or ``strangers``, call."""
+    callers = Counter((target, to_hop) for _, target, to_hop in state.edges) + Counter(strangers)
+    engines = [target for (target, to_hop), n in callers.items() if n > 1 and not to_hop]
+    hops = [target for (target, to_hop), n in callers.items() if n > 1 and to_hop]
+    return np.asarray(np.isin(seg["engine"], engines) | np.isin(seg["to_hop"], hops), dtype=np.bool_)
+
+
+def _guesses(state: StreamState, seg: Segments, at: float) -> NDArray[np.bool_]:
+    """Mark the requests of which only instants tell whose they are, where the process table will tell. Till then none
+    is an orphan: who left may be somebody else's client."""
+    if len(state.homes):
+        disputed = _disputed(state, seg, state.strangers)
+    elif state.track is None or at - state.began < FIRST_ANSWER_SECONDS:
+        disputed = _disputed(state, seg, frozenset())
+    else:
+        return np.zeros(len(seg), dtype=np.bool_)
+    return np.asarray(disputed & (seg["carrier"] != seg["down"]) & ~seg["owner_told"], dtype=np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +340,7 @@ def _grow(
     now: Tracked,
     carriers: _Carriers,
     engine_side: NDArray[np.bool_],
+    headers: NDArray[np.int64],
     before: float,
     at: float,
     *,
@@ -305,22 +367,31 @@ def _grow(
         end = ends[order][far[told]]
         total = np.minimum(end["bytes_acked"], end["bytes_sent"]) - seg["base_up"][told]
         arrived[told] = np.maximum(total - seg["supply"][told], 0)
-    # More than a header since the beat before is an answer, and what was asked after it is another question.
-    spoken = (seg["supply"] > 0) | ~np.isnan(seg["answered"]) | (arrived > HEADER_MOST)
+    # More than a header is an answer, and so is anything to a question that stood for a while. What was asked after it
+    # is another question.
+    known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
+    most = np.where((seg["engine"] >= 0) & (known_header > 0), 2 * known_header, HEADER_MOST)
+    answered = ~np.isnan(seg["answered"])
+    stood = seg["asked"] < before - (at - before) / 2
+    spoken = (seg["supply"] > 0) | answered | (arrived > most) | ((arrived > 0) & stood)
     asked_again = flying & here & spoken & (carriers.d_question[rows] > 0)
     asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
-    # Of what came since the beat before, the old answer has what came before the new question, by time.
+    # Of what came since the beat before, the old answer has what came before the new question, by time. If its client
+    # had closed by then, and lacked nothing, it was whole, and as long as what that client got.
     share = np.clip((now.track["asked"][rows] - before) / max(at - before, 1e-9), 0, 1)
-    arrived = np.where(asked_again & ~carriers.early[rows], np.round(arrived * share).astype(np.int64), arrived)
+    old = np.where(carriers.early[rows], arrived, np.round(arrived * share).astype(np.int64))
+    served = (seg["client"] == GONE) & (seg["behind"] <= 0) & (answered | got_more_than_came(seg))
+    old = np.where(served, np.clip(seg["acked"] - seg["supply"], 0, arrived), old)
+    arrived = np.where(asked_again, old, arrived)
 
     before_ = body(seg)
     seg["supply"] += arrived
     seg["arrived"] = arrived
     mute = flying & np.isnan(seg["answered"])
-    header = mute & here & ~now.ended[rows] & carriers.early[rows] & (seg["supply"] <= HEADER_MOST)
-    seg["header"] = np.where(header, seg["supply"], seg["header"])
+    alone = mute & here & ~now.ended[rows] & ~asked_again & carriers.early[rows] & (seg["supply"] <= most)
+    seg["header"] = np.where(alone, seg["supply"], seg["header"])
     seg["fresh"] += body(seg) - before_
-    first = mute & (arrived > 0) & ~header
+    first = mute & (arrived > 0) & ~alone
     seg["answered"] = np.where(first, at, seg["answered"])
     seg["grew"] = np.where(arrived > 0, at, seg["grew"])
 
@@ -389,7 +460,11 @@ def _born(
     born["hop"] = np.where(direct, len(state.topology.hops), -1)
     born["to_hop"] = np.where(direct, -1, side.to_hop[at_rows])
     born["engine"] = np.where(direct, side.engine_side[at_rows], side.to_engine[at_rows])
-    born["owner"] = np.where(direct, OWNED, UNKNOWN_OWNER)
+    at_home = locate(state.homes["cookie"], born["carrier"])
+    born["owner_told"] = at_home >= 0
+    if len(state.homes):  # nothing can be taken from an empty table
+        born["hop"] = np.where(born["owner_told"], state.homes["hop"][at_home], born["hop"])
+    born["owner"] = np.where(direct | born["owner_told"], OWNED, UNKNOWN_OWNER)
     born["asked"] = now.track["asked"][at_rows]
     born["born"] = at
     born["base_up"] = base
@@ -404,24 +479,31 @@ def _born(
     born["missed"] = np.nan
     born["ended"] = np.where(now.ended[at_rows], at, np.nan)
     born["gone"] = np.nan
+    born["left"] = np.nan
     born["lag"] = np.nan
     born["client"] = UNSEEN
     header_like = (born["supply"] == 0) | (born["supply"] == known_header)
-    born["trial"] = ~(waiting & header_like)
+    born["trial"] = ~(waiting & header_like) | (replaced & carriers.early)[at_rows]
     return np.concatenate([seg, born]), state.next_id + len(at_rows)
 
 
-def _own(seg: Segments, at: float, began: float, blind: frozenset[int], patience: float) -> Segments:
+def _own(
+    seg: Segments, now: Tracked, side: Sides, at: float, began: float, blind: frozenset[int], patience: float
+) -> Segments:
     """Decide about upstream requests that never had a client: the hop's orphan, or not known.
 
+    It is one where a client may have left before we looked, and where each client that is there has its own stream.
     ``blind``: hops with clients on HTTP/2 or 3. There "no socket of its own" proves nothing, and what was taken for an
     orphan before that was known is none. ``patience``: seconds for which a client may yet be found.
     """
+    busy = locate(np.unique(seg["down"][np.isnan(seg["ended"])]), now.rows["cookie"]) >= 0
+    free = np.unique(side.down[~now.ended & ~busy & (now.rows["state"] == ESTABLISHED)])
+    nobody_else = seg["maybe_left"] | ~np.isin(seg["hop"], free)
     flying = np.isnan(seg["ended"])
     alone = flying & (seg["down"] == 0) & (seg["owner"] == OWNED)
     unknown = np.isin(seg["hop"], list(blind))
     wait = np.where(seg["born"] <= began, began - seg["asked"] + NEVER_PAIRED_BEFORE_SECONDS, patience)
-    left = alone & ~unknown & (at - seg["asked"] > wait)
+    left = alone & ~unknown & nobody_else & (at - seg["asked"] > wait)
     seg["client"] = np.where(left, GONE, np.where(alone & unknown, UNSEEN, seg["client"]))
     seg["gone"] = np.where(left & np.isnan(seg["gone"]), at, seg["gone"])
     # What keeps answering without being asked again is a stream, not a poll.
@@ -445,6 +527,14 @@ def _see_clients(seg: Segments, now: Tracked, at: float, interval: float) -> Seg
     since = np.where(np.isnan(seg["gone"]), at, seg["gone"])
     seg["client"] = states
     seg["gone"] = np.where(left, since, np.nan)
+    # A socket's end tells how long before it the request had come.
+    ends = now.ended[rows] & has & np.isnan(seg["left"]) & (now.rows["last_data_recv"][rows] >= 0)
+    asked = np.where(now.known[rows], now.track["asked"][rows], seg["asked"])
+    end = np.minimum(asked + now.rows["last_data_recv"][rows] / 1e3, at)
+    seg["left"] = np.where(ends, end, np.where(here, np.nan, seg["left"]))
+    carrier = now.find(seg["carrier"])
+    flows = (carrier >= 0) & ~now.ended[carrier] & (now.track["grew"][carrier] > seg["left"] + SAME_INSTANT)
+    seg["flowed_on"] = (seg["flowed_on"] | flows) & ~here
     return seg
 
 
@@ -484,7 +574,9 @@ def _chain(seg: Segments, parent: NDArray[np.intp], inner: NDArray[np.intp]) -> 
     return Path(first, leaks_at, client, inner)
 
 
-def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]) -> tuple[Segments, NDArray[Any]]:
+def _deliver(
+    seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64], at: float
+) -> tuple[Segments, NDArray[Any]]:
     """Measure how far each client is behind: what arrived for it and is not acknowledged, in upstream bytes."""
     top = seg[path.first]
     hop = np.where(top["hop"] >= 0, top["hop"], len(ratio) - 1)
@@ -497,8 +589,9 @@ def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]
     seen = top["down"] > 0
     first = np.isnan(seg["lag"])
     listening = (path.client >= 0) & (path.client < VANISHED)
-    seg["lag"] = np.where(first & seen, 0.0, seg["lag"] + arrived - d_acked * ratio[hop, 1] / ratio[hop, 0])
-    drift = np.where(direct, 0.0, REFRAMING * arrived)
+    went = d_acked * ratio[hop, 1] / ratio[hop, 0]
+    seg["lag"] = np.where(first & seen, 0.0, seg["lag"] + arrived - went)
+    drift = np.where(direct, 0.0, REFRAMING * went)
     level = np.where(listening, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
     seg["level"] = np.where(first, 0.0, level)
     everything = body(seg)
@@ -512,9 +605,16 @@ def _deliver(seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64]
         seg[column] = np.where(seg["draining"], top[column], seg[column])
 
     # Pairs of one burst may still be confused: believe a pair that agrees with what is known, and all pairs of a hop
-    # where nobody left, for then confusion does not change the sums.
-    drained = (now.rows["wqueue"][down] == 0) & (path.client == CONNECTED) & ~direct & ~top["shared"]
-    flows = drained & (d_acked > 0) & (arrived > 0)
+    # where nobody left, for then confusion does not change the sums. Both must have flowed for all of the beat, with
+    # nothing under way at its beginning and its end.
+    drained = (
+        (now.rows["wqueue"][down] == 0)
+        & (now.d_written[down] == d_acked)
+        & (path.client == CONNECTED)
+        & ~direct
+        & ~top["shared"]
+    )
+    flows = drained & (d_acked > 0) & (arrived > 0) & (seg["answered"] < at) & np.isnan(seg["ended"])
     expected = arrived * ratio[hop, 0] / ratio[hop, 1]
     agrees = np.abs(d_acked - expected) <= 0.3 * expected
     calm = ~np.isin(hop, np.unique(hop[(path.client != CONNECTED) & ~direct]))

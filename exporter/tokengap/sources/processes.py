@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+import psutil
+
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED, LISTEN, ProcessTable, UnseenSockets
 from tokengap.sources.commandlines import (
     KNOWN_PROXIES,
@@ -113,6 +115,7 @@ class _Host:
         self._listener_pids: frozenset[int] = frozenset()
         self._hop_of: dict[int, str] = {}
         self._all_hops_seen = False
+        self._surveyed: frozenset[int] = frozenset()
         self._slots: dict[str, int] = {}
         self._families: dict[str, frozenset[int]] = {}
         self._unseen: dict[str, UnseenSockets] = {}
@@ -134,6 +137,12 @@ class _Host:
             held = holders(self._hop_of, missing)
             owners = {inode: self._owner(topology, pids) for inode, pids in held.pids.items()}
             missing -= owners.keys()
+            if self._all_hops_seen and not held.hidden:
+                # Who was there at the survey and is no hop's is none now either; who came since may be.
+                newer = holders(frozenset(psutil.pids()) - self._surveyed, missing)
+                others = missing - newer.pids.keys() if not newer.hidden else frozenset()
+                owners |= dict.fromkeys(others, "")
+                missing -= others
         ended = time.monotonic()
         self._walk_due = ended + _REST_FACTOR * (ended - began)
         if missing and ended >= self._everyone_due:
@@ -205,7 +214,7 @@ class _Host:
             slots = _slots_at(tree, held_by[name], ports) if of_engine[name] else None
             if slots is not None:
                 self._slots[name] = slots
-        self._topology = topology
+        self._topology, self._surveyed = topology, tree.pids
         self._listener_pids = _union(held.pids, wanted)
         self._all_hops_seen = frozenset().union(*of_hop.values()) <= held.pids.keys()
         all_up = all(of_hop.values()) and all(of_engine[name] for name, ports in here.items() if ports)
