@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from lab.guarded import Certificate, make_certificate
 from tokengap.lab.nvml.fake import FakeNvml, compile_library
 from tokengap.lab.nvml.profiles import H100
 
@@ -26,3 +27,9 @@ def nvml(nvml_library: Path, tmp_path: Path) -> FakeNvml:
     fake = FakeNvml(nvml_library, tmp_path / "nvml.control")
     fake.set(H100)
     return fake
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """A certificate for loopback that nobody but the test trusts."""
+    return make_certificate(tmp_path_factory.mktemp("tls"))

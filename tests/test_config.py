@@ -37,7 +37,7 @@ def refusal(load_it) -> str:
         load_it()
     message = str(caught.value)
     assert "\n" not in message
-    assert len(message) < 400
+    assert len(message) < 500
     return message
 
 

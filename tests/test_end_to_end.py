@@ -201,9 +201,26 @@ async def test_all_users_die(tmp_path: Path):
 
 
 @asynccontextmanager
+async def gated(directory: Path) -> AsyncIterator[tuple[int, int]]:
+    """Run an engine and a gateway before it, through which somebody was answered. Yields their ports."""
+    behind, gate = free_ports(2)
+    command = (
+        *(sys.executable, "-m", "tokengap", "admit", "--engine", f"gated=http://{LOOPBACK}:{behind}", "--slots", "1"),
+        *("--admit-listen", f"{LOOPBACK}:{gate}", "--admit-control", str(directory / "admit.sock")),
+    )
+    async with (
+        running(engine_part(behind, Knobs()), directory),
+        running(Part("admit", command, (gate,)), directory),
+    ):
+        assert (await Visit(User("served", max_tokens=5), gate).run()).how == "completed"
+        yield behind, gate
+
+
+@asynccontextmanager
 async def everything(directory: Path, nvml: FakeNvml) -> AsyncIterator[Watched]:
     """Run what lets the exporter say all it can: GPUs of which one is lost, an XID, a price, HAProxy's own interface,
-    and a second engine whose page has a line that is none. One slot: whoever comes second waits."""
+    a second engine whose page has a line that is none, and a third behind a gateway that has served somebody. One slot:
+    whoever comes second waits."""
     one, two = many(replace(H100, utilization=0), 2)  # at rest, so that there is idle power
     nvml.set(one, two)
 
@@ -214,11 +231,13 @@ async def everything(directory: Path, nvml: FakeNvml) -> AsyncIterator[Watched]:
     app.router.add_get("/metrics", half_a_page)
     async with (
         served(app) as spare,
+        gated(directory) as (behind, gate),
         runtime_socket(directory / "haproxy.sock", answers()),
         watched(
             directory,
             Knobs(max_num_seqs=1),
             *("--engine", f"spare=http://{LOOPBACK}:{spare}"),
+            *("--engine", f"gated=http://{LOOPBACK}:{behind}", "--admit", f"http://{LOOPBACK}:{gate}"),
             *("--haproxy-socket", f"edge={directory}/haproxy.sock"),
             *("--gpu-hour-price", "2.50"),
             variables={name: nvml.environment[name] for name in ("LD_LIBRARY_PATH", "FAKE_NVML_CONTROL")},

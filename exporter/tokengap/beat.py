@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tokengap.errors import SourceError, SourceRefused, SourceTimeout
 from tokengap.gpu_readings import GpuSnapshot
-from tokengap.readings import EnginePage, ProcessTable, ProxySnapshot, Reading, Readings, SocketSnapshot
+from tokengap.readings import EnginePage, GatewayPage, ProcessTable, ProxySnapshot, Reading, Readings, SocketSnapshot
 from tokengap.topology import Topology
 from tokengap.view import View
 
@@ -74,16 +74,24 @@ class ProxySource(Protocol):
         """Return what a proxy tells about itself."""
 
 
+class GatewaySource(Protocol):
+    """What the beat needs of :class:`tokengap.sources.gateway.GatewaySource`."""
+
+    async def read(self) -> GatewayPage:
+        """Return what a gateway counted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All sources of one exporter; the engines' pages by engine name, proxies by that of their hop. ``gpu`` is None
-    where it is not asked for."""
+    """All sources of one exporter; the engines' pages by engine name, proxies by that of their hop. ``gpu`` and
+    ``gateway`` are None where they are not asked for."""
 
     sockets: SocketSource
     engines: Mapping[str, PageSource]
     processes: ProcessSource
     gpu: GpuSource | None = None
     proxies: Mapping[str, ProxySource] = field(default_factory=dict)
+    gateway: GatewaySource | None = None
 
 
 class Join(Protocol):
@@ -175,6 +183,7 @@ class Beat:
         self._processes: Asker[ProcessTable] = Asker("processes", keep_late=True, valid=PROCESSES_VALID)
         self._proxies: dict[str, Asker[ProxySnapshot]] = {hop: Asker(f"proxy {hop}") for hop in sources.proxies}
         self._gpu: Asker[GpuSnapshot] = Asker("gpu", keep_late=True)
+        self._gateway: Asker[GatewayPage] = Asker("gateway")
         self._state = join.start(topology)
 
     async def run(self) -> None:
@@ -194,6 +203,7 @@ class Beat:
             self._sockets.cancel()
             self._processes.cancel()
             self._gpu.cancel()
+            self._gateway.cancel()
             for page in self._pages.values():
                 page.cancel()
             for proxy in self._proxies.values():
@@ -216,7 +226,12 @@ class Beat:
         within = deadline(self._topology.interval)
         # The sockets first, then the pages: so a token that is counted has, if anything, bytes that were not seen yet,
         # and never the reverse. What a page knows more than the sockets is made up for by the next beat's bytes.
-        sockets = await self._sockets.ask(lambda: self._sources.sockets.read(self._topology), within)
+        # A gateway's counts likewise: of what it wrote the engine's page knows.
+        counts = self._sources.gateway
+        sockets, gateway = await asyncio.gather(
+            self._sockets.ask(lambda: self._sources.sockets.read(self._topology), within),
+            self._gateway.ask(counts.read, within) if counts is not None else _nothing(),
+        )
         questions = self._join.questions(self._state)
         gpu = self._sources.gpu
         processes, gpus, pages, proxies = await asyncio.gather(
@@ -240,6 +255,7 @@ class Beat:
             processes=processes,
             gpu=gpus,
             proxies=dict(zip(self._sources.proxies, proxies, strict=True)),
+            gateway=gateway,
             late=late,
         )
 

@@ -20,8 +20,9 @@ from typing import Any, ClassVar, NoReturn
 import click
 
 from tokengap import __version__, logs
-from tokengap.config import Settings, load
+from tokengap.config import SETTINGS, Settings, load
 from tokengap.config.flags import SELECTION, options
+from tokengap.config.settings import OF_ADMIT
 from tokengap.errors import TokengapError
 
 
@@ -33,12 +34,13 @@ class Group(click.Group):
         "top": "tokengap.top.command:top",
         "health": "tokengap.health.command:health",
         "drill": "tokengap.lab.drill:drill",
+        "admit": "tokengap.admit.command:admit",
         "bundle": "tokengap.bundle.command:bundle",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return all names, in the order of a newcomer's needs."""
-        return ["demo", "serve", "top", "health", "drill", "doctor", "bundle"]
+        return ["demo", "serve", "top", "health", "drill", "admit", "doctor", "bundle"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command, importing its module if need be."""
@@ -83,7 +85,7 @@ STOP_WITHIN = 5.0
 
 
 @main.command()
-@options()
+@options(*(setting.key for setting in SETTINGS if setting.key not in OF_ADMIT))
 def serve(config: Path | None, **flags: Any) -> None:
     """Watch engines and hops, and serve the joined series to Prometheus."""
     # Until the loop takes both signals they raise KeyboardInterrupt: asked to stop while it starts, it has stopped.
@@ -111,15 +113,46 @@ async def _serve(settings: Settings) -> None:
     await serve_until(settings, asked_to_stop)
 
 
-@main.command()
+@main.group(invoke_without_command=True)
 @options(*SELECTION)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(as_json: bool, config: Path | None, **flags: Any) -> None:
+@click.pass_context
+def doctor(context: click.Context, /, as_json: bool, config: Path | None, **flags: Any) -> None:
     """Say what this host allows, what will be used, and what to do about the rest. Exit 1 if something needs you."""
+    if context.invoked_subcommand is not None:
+        return
     settings = load(config, os.environ, flags)
     from tokengap import doctor as examination  # not at the top: serving needs none of it
 
     findings = asyncio.run(_examine(settings))
+    if as_json:
+        click.echo(examination.as_json(findings))
+    else:
+        examination.print_findings(findings, sys.stdout)
+    sys.exit(0 if examination.healthy(findings) else 1)
+
+
+@doctor.command()
+@click.option("--url", required=True, help="Where clients call: the outermost proxy, or the engine itself.")
+@click.option("--engine", required=True, metavar="URL", help="The engine behind it, whose /metrics is watched.")
+@click.option("--early", is_flag=True, help="Leave before the first token, not in mid-answer.")
+@click.option("--stream/--no-stream", default=True, show_default=True, help="How the answer is asked for.")
+@click.option("--max-tokens", type=click.IntRange(10), default=2000, show_default=True, help="Of the answer.")
+@click.option("--within", type=click.FloatRange(1, 600), default=30.0, show_default=True, help="Seconds to watch.")
+@click.option("--model", default="", help="To ask for. The engine's first by default.")
+@click.option("--force", is_flag=True, help="Also where the engine has work.")
+@click.option("--json", "as_json", is_flag=True, help="Print the finding as JSON.")
+def cancel(as_json: bool, url: str, engine: str, early: bool, **plan: Any) -> None:
+    """Send one stream, leave, and watch whether the engine is told. It generates; exit 1 if nobody cancels.
+
+    An API key is taken from TOKENGAP_API_KEY.
+    """
+    from tokengap import doctor as examination  # not at the top: serving needs none of it
+    from tokengap import doctor_cancel
+
+    key = os.environ.get("TOKENGAP_API_KEY", "")
+    asked = doctor_cancel.Plan(url, engine, "early" if early else "streaming", key=key, **plan)
+    findings = [asyncio.run(doctor_cancel.examine(asked))]
     if as_json:
         click.echo(examination.as_json(findings))
     else:

@@ -30,18 +30,19 @@ from tokengap.beat import Beat, GpuSource, Sources, deadline
 from tokengap.errors import SourceError, SourceRefused, SourceTimeout
 from tokengap.gpu_readings import ABSENT, GpuReason, GpuSnapshot
 from tokengap.join.gpus import engines_of
-from tokengap.readings import LISTEN, EnginePage, ProcessTable, ProxySnapshot
+from tokengap.readings import LISTEN, EnginePage, GatewayPage, ProcessTable, ProxySnapshot
 from tokengap.series.engines import public_url
 from tokengap.sources.commandlines import proxy_program
 from tokengap.sources.engine import EngineSource, metrics_url
 from tokengap.sources.engine_families import FAMILY_NAMED
+from tokengap.sources.gateway import GatewaySource
 from tokengap.sources.host import Row, Tree, holders, listens, rows_in
 from tokengap.sources.namespaces import ALL, Netns, find, look_inside, why_not_enter
 from tokengap.sources.processes import Discovery, Processes
 from tokengap.sources.proxies import proxy_source
 from tokengap.sources.sockets import SocketAccess, Sockets, probe
 from tokengap.topology import Endpoint, Engine, Hop, ProxyInterface, Topology
-from tokengap.view import BlindSpot, BlindSpotView, View
+from tokengap.view import BlindSpot, BlindSpotView, Condition, View
 
 T = TypeVar("T")
 
@@ -105,7 +106,8 @@ async def examine(
         told = await asyncio.gather(
             *(_or_error(proxy_source(one, session, deadline=PATIENCE).read()) for one in watched.interfaces)
         )
-        spots = await look_for_blind_spots(watched, session)
+        seen = await look_for_some_beats(watched, session)
+        gateway = await ask_gateway(watched, session)
     capabilities = effective_capabilities()
     table = processes if isinstance(processes, ProcessTable) else ProcessTable()
     slots = table.slots
@@ -126,7 +128,9 @@ async def examine(
         *(finding for hop in watched.hops for finding in about_hop(hop, listeners, capabilities)),
         *about_gpus(gpus, watched, table),
         *(about_interface(one, answer) for one, answer in zip(watched.interfaces, told, strict=True)),
-        *about_blind_spots(spots),
+        *about_blind_spots(seen.blind_spots if seen is not None else ()),
+        *about_gateway(watched, gateway),
+        *about_capacity(seen),
     ]
 
 
@@ -536,14 +540,14 @@ _BLIND_ADVICE: Final[Mapping[BlindSpot, str]] = {
 }
 
 
-async def look_for_blind_spots(watched: Topology, session: aiohttp.ClientSession) -> Sequence[BlindSpotView]:
-    """Watch for a few beats, as `serve` does, and return what cannot be seen of each hop."""
+async def look_for_some_beats(watched: Topology, session: aiohttp.ClientSession) -> View | None:
+    """Watch for a few beats, as `serve` does, and return what is known then. None where there is nothing to see."""
     if not watched.hops:
-        return ()
+        return None
     try:
         sockets = await asyncio.to_thread(Sockets)
     except SourceError:
-        return ()
+        return None
     within = deadline(watched.interval)
     sources = Sources(
         sockets=sockets,
@@ -563,7 +567,63 @@ async def look_for_blind_spots(watched: Topology, session: aiohttp.ClientSession
             view = await beat.once()
     finally:
         sockets.close()
-    return view.blind_spots
+    return view
+
+
+#: What each condition is, in words.
+_UNSAFE: Final[Mapping[Condition, str]] = {
+    "no_cancel": "clients left and their streams ran on",
+    "not_tied": "tokens are generated for nobody",
+    "slack_short": "less is left of the deadline than a stream lasts",
+}
+
+
+def about_capacity(seen: View | None) -> Iterator[Finding]:
+    """Say whether free slots may be given away, as far as it shows now."""
+    for engine in seen.engines if seen is not None else ():
+        subject = f"free capacity of {engine.name}"
+        true = [words for condition, words in _UNSAFE.items() if engine.unsafe.get(condition)]
+        if true:
+            level: Level = "attention" if len(true) == len(_UNSAFE) else "note"
+            advice = "do not admit by free slots until cancels arrive: docs/rollback.md, or `tokengap admit`"
+            yield Finding(subject, level, "; ".join(true), advice)
+        elif len(engine.unsafe) == len(_UNSAFE):
+            yield Finding(subject, "ok", "clients who leave free their slots, and slack is longer than streams last")
+        else:
+            unknown = "whether it may be given away does not show in a few seconds without clients who leave"
+            advice = "`tokengap doctor cancel` tries it; `tokengap_free_capacity_unsafe` tells it of live traffic"
+            yield Finding(subject, "note", unknown, advice)
+
+
+async def ask_gateway(watched: Topology, session: aiohttp.ClientSession) -> GatewayPage | SourceError | None:
+    """Ask the gateway, where there is one."""
+    if watched.gateway is None:
+        return None
+    return await _or_error(GatewaySource(watched.gateway.url, session, deadline=PATIENCE).read())
+
+
+def about_gateway(watched: Topology, told: GatewayPage | SourceError | None) -> Iterator[Finding]:
+    """Say what the gateway tells, and whether it is about the engines that are watched."""
+    if watched.gateway is None or told is None:
+        return
+    subject = f"gateway {public_url(watched.gateway.url)}"
+    if isinstance(told, SourceError):
+        yield Finding(subject, "attention", str(told), "start `tokengap admit`, or correct --admit")
+        return
+    unknown = [engine.name for engine in watched.engines if engine.name not in told.engines]
+    if len(unknown) == len(watched.engines):
+        found = f"it has no engine named {', '.join(unknown)}, but {', '.join(told.engines)}"
+        yield Finding(subject, "attention", found, "give engines the same names in both: --engine NAME=URL")
+        return
+    found = f"it admits by {told.mode}" if told.mode == "age" else "it refuses when every slot is busy: rolled back"
+    held = sum(engine.slots.get("held", 0) for engine in told.engines.values())
+    if held:
+        advice = "the engine ignores cancels: runbooks/TokengapSlotHeldAgainstCancel.md"
+        yield Finding(subject, "attention", f"{found}; {held} slots are held against their cancel", advice)
+    elif told.mode == "age":
+        yield Finding(subject, "ok", found)
+    else:
+        yield Finding(subject, "note", found, "back: tokengap admit mode age")
 
 
 def about_blind_spots(spots: Iterable[BlindSpotView]) -> Iterator[Finding]:

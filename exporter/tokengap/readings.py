@@ -170,6 +170,14 @@ class EnginePage:
         """Requests in the engine: running plus waiting, of which what is not on the page counts as none."""
         return (self.running or 0.0) + (self.waiting or 0.0)
 
+    @property
+    def done(self) -> tuple[float | None, ...]:
+        """What moves while the engine works: where two pages have the same, it did nothing in between."""
+        return (
+            *(self.generation_tokens, self.prompt_tokens, self.first_tokens, self.steps, self.step_tokens),
+            *(self.work, self.preemptions, self.finished, self.kv_usage),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessTable:
@@ -236,6 +244,72 @@ class ProxySnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayEngine:
+    """One engine as a ``tokengap admit`` has it, counted since its start.
+
+    ``out`` tokens were written to clients, of which ``useful`` were acknowledged and ``orphaned`` never will be.
+    ``ended`` counts streams by how they ended. ``slots`` counts its slots by what they are taken by, ``free`` among
+    them; ``held_for`` is how long ago, in seconds, the client of the oldest held one left, 0 while none is held.
+    """
+
+    out: float
+    useful: float
+    orphaned: float
+    ended: Mapping[str, int]
+    slots: Mapping[str, int]
+    held_for: float
+    up: bool
+
+    @property
+    def pending(self) -> float:
+        """Tokens written and neither acknowledged nor lost."""
+        return self.out - self.useful - self.orphaned
+
+    @property
+    def zombies(self) -> int:
+        """Slots taken by streams whose client left."""
+        return sum(self.slots.values()) - self.slots.get("free", 0) - self.slots.get("streaming", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayClass:
+    """The queue of one class in a gateway: how many wait, the age of the oldest, in how many seconds one that came now
+    would start (None: not known), and what was decided since its start."""
+
+    waiting: int
+    queue_age: float
+    expected_start: float | None
+    decisions: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStreams:
+    """Streams in flight in a gateway towards an engine (empty: it waits for one), with one client state: how many, and
+    of their ages in seconds how many are in each bin of ``view.AGE_BOUNDS``, the sum, and the highest."""
+
+    engine: str
+    client: str
+    count: int
+    ages: tuple[int, ...]
+    age_sum: float
+    age_max: float
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayPage:
+    """What a ``tokengap admit`` says about itself. ``started`` (Unix time) tells one process from the next; ``moves``
+    are (state before, event, state after, how often)."""
+
+    started: float
+    mode: str
+    closed: bool
+    engines: Mapping[str, GatewayEngine]
+    classes: Mapping[str, GatewayClass]
+    moves: tuple[tuple[str, str, str, int], ...] = ()
+    streams: tuple[GatewayStreams, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Reading(Generic[T]):
     """One source's answer in one beat, or why there is none.
 
@@ -259,7 +333,7 @@ class Readings:
     ``at`` is *now*, monotonic; ``wall`` the same instant as Unix time, for people and timestamps only. ``late`` is True
     when this beat came more than half an interval after it was due (a suspended process, a starved host). ``gpu`` is
     None where GPUs are not asked for (``--no-gpu``); on a host without any it has a value that says so. ``proxies`` is
-    by hop, for those whose own interface was named.
+    by hop, for those whose own interface was named, ``gateway`` None where none was.
     """
 
     at: float
@@ -270,4 +344,5 @@ class Readings:
     processes: Reading[ProcessTable]
     gpu: Reading[GpuSnapshot] | None = None
     proxies: Mapping[str, Reading[ProxySnapshot]] = field(default_factory=dict)
+    gateway: Reading[GatewayPage] | None = None
     late: bool = False

@@ -17,6 +17,7 @@ from tokengap.errors import SettingsError
 from tokengap.series.engines import public_url
 from tokengap.sources.dcgm import DcgmPage
 from tokengap.sources.engine import EngineSource, resolve
+from tokengap.sources.gateway import GatewaySource
 from tokengap.sources.gpu import NvmlReader
 from tokengap.sources.processes import Discovery, Processes, discover
 from tokengap.sources.proxies import proxy_source
@@ -86,6 +87,7 @@ async def beating(
                 processes=Processes(netns=netns),
                 proxies={one.hop: proxy_source(one, session, deadline=within) for one in watched.interfaces},
                 gpu=gpu,
+                gateway=GatewaySource(watched.gateway.url, session, deadline=within) if watched.gateway else None,
             )
             beat = asyncio.create_task(Beat(watched, sources, tokengap.join, publish).run(), name="beat")
             beat.add_done_callback(_end_with)
@@ -149,6 +151,9 @@ async def serve(settings: Settings, until: asyncio.Event) -> None:
         log.info("hop", extra={"hop": hop.name, "listen": listen, "to": ",".join(hop.to)})
     for one in watched.interfaces:
         log.info("proxy", extra={"hop": one.hop, "program": one.program, "address": public_url(one.address)})
+    if watched.gateway is not None:
+        address = public_url(watched.gateway.url)
+        log.info("gateway", extra={"hop": watched.gateway.hop, "address": address})
     async with exporter(settings, watched) as (server, _):
         log.info("serving", extra={"address": server.url + settings.telemetry_path})
         await until.wait()

@@ -14,9 +14,15 @@ from typing import Literal
 #: The class of a stream that says nothing else: a person is waiting for it.
 INTERACTIVE = "interactive"
 
+#: The class of a stream that nobody waits for. The gateway has it also where no setting names it, without a deadline.
+BATCH = "batch"
+
 #: The name under which an engine itself appears as a hop: clients that connect to it directly, and requests it still
 #: runs although no socket is open for them.
 ENGINE_HOP = "engine"
+
+#: The name under which the gateway appears as a hop, where settings give it no other.
+GATEWAY_HOP = "admit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,14 @@ class ProxyInterface:
 
 
 @dataclass(frozen=True, slots=True)
+class Gateway:
+    """A ``tokengap admit`` that is asked for its own counts: its address, and the hop that it is."""
+
+    url: str
+    hop: str
+
+
+@dataclass(frozen=True, slots=True)
 class GpuPrice:
     """What a GPU costs: ``per_hour`` in ``currency`` for one GPU, power included, None where no price is set.
 
@@ -113,11 +127,25 @@ class Topology:
     interval: float = 1.0
     price: GpuPrice = field(default_factory=GpuPrice)
     interfaces: tuple[ProxyInterface, ...] = ()
+    gateway: Gateway | None = None
 
     @property
     def hop_names(self) -> tuple[str, ...]:
         """The hops' names, and last the one under which engines appear as a hop."""
         return (*(hop.name for hop in self.hops), ENGINE_HOP)
+
+    @property
+    def before_gateway(self) -> tuple[str, ...]:
+        """The hops that a request passes before the gateway."""
+        if self.gateway is None:
+            return ()
+        before: dict[str, None] = {}
+        inside = {self.gateway.hop}
+        for hop in reversed(self.hops):  # the innermost first
+            if inside & set(hop.to):
+                before[hop.name] = None
+                inside.add(hop.name)
+        return tuple(reversed(before))
 
     def listening_ports(self) -> frozenset[int]:
         """Ports whose accepted sockets are wanted: those of hops, and of engines (clients that come directly)."""

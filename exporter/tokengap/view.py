@@ -48,6 +48,15 @@ Unaccounted: TypeAlias = Literal["gpu", "engine", "late", "mig"]
 BlindSpot: TypeAlias = Literal["http2_clients", "http3_clients", "unix_upstream", "load_balancer"]
 BLIND_SPOTS: tuple[BlindSpot, ...] = ("http2_clients", "http3_clients", "unix_upstream", "load_balancer")
 
+#: Why a free slot must not be given away; see :mod:`tokengap.join.capacity`.
+Condition: TypeAlias = Literal["no_cancel", "not_tied", "slack_short"]
+
+AdmitMode: TypeAlias = Literal["age", "busy"]
+MODES: tuple[AdmitMode, ...] = ("age", "busy")
+
+Decision: TypeAlias = Literal["admitted", "rejected_age", "rejected_busy", "rejected_retry", "rejected_closed"]
+DECISIONS: tuple[Decision, ...] = ("admitted", "rejected_age", "rejected_busy", "rejected_retry", "rejected_closed")
+
 #: Upper bounds of the stream-age distribution, seconds. 6 and 8 are the default age cut and deadline.
 AGE_BOUNDS: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 
@@ -216,7 +225,8 @@ class EngineView:
 
     ``family`` is the kind of engine by its page (``vllm``, ``sglang``, ...), empty until a page was read. ``stale``:
     what the page says of requests is left from before they were aborted; there are none. ``unfinished_tokens`` are
-    those of requests that never finished, by the engine's own counters when it was last at rest.
+    those of requests that never finished, by the engine's own counters when it was last at rest. ``unsafe`` tells of
+    each condition that is known whether it holds.
     """
 
     name: str
@@ -244,6 +254,7 @@ class EngineView:
     family: str = ""
     stale: bool = False
     unfinished_tokens: float | None = None
+    unsafe: Mapping[Condition, bool] = field(default_factory=dict)
 
     @property
     def utilization(self) -> float | None:
@@ -251,6 +262,27 @@ class EngineView:
         if self.running is None or not self.slots:
             return None
         return 0.0 if self.stale else self.running / self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionView:
+    """What the gateway decided and whom it keeps waiting.
+
+    ``closed``: it admits nobody, since it is shutting down. ``decisions`` by (class, decision) and ``moves`` by (state
+    before, event, state after) count since its start. ``waiting``, ``queue_ages`` and ``expected_starts`` (seconds) are
+    by class, ``slots`` by (engine, what takes them), ``held_for`` (seconds) and ``engines_up`` by engine.
+    """
+
+    mode: AdmitMode
+    closed: bool
+    decisions: Mapping[tuple[str, Decision], int]
+    moves: Mapping[tuple[str, str, str], int]
+    waiting: Mapping[str, int]
+    queue_ages: Mapping[str, float]
+    expected_starts: Mapping[str, float]
+    slots: Mapping[tuple[str, str], int]
+    held_for: Mapping[str, float]
+    engines_up: Mapping[str, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +294,7 @@ class View:
     sockets, ``beat`` when up to one beat of a closing socket is missed, ``state`` when a fallback tells no bytes at
     all, ``none`` when no sockets could be read. ``namespaces`` counts network namespaces, our own included, by whether
     their sockets are read; empty when no sockets could be read. ``gpus`` is None where they are not asked for,
-    ``price`` where none is set.
+    ``price`` where none is set, ``admission`` where there is no gateway.
     """
 
     at: float
@@ -284,3 +316,4 @@ class View:
     namespaces: Mapping[NetnsState, int] = field(default_factory=dict)
     proxies: tuple[ProxyView, ...] = ()
     blind_spots: tuple[BlindSpotView, ...] = ()
+    admission: AdmissionView | None = None

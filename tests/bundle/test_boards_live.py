@@ -27,6 +27,7 @@ from tokengap.bundle.watches import watches
 from tokengap.lab.batching import Knobs
 from tokengap.lab.nvml.fake import FakeNvml
 from tokengap.lab.users import User, Visit
+from tokengap.series.admit import ADMISSION
 from tokengap.series.cost import COST
 from tokengap.series.engines import LINES_SKIPPED
 from tokengap.series.gpus import GPUS
@@ -110,14 +111,22 @@ async def test_no_panel_is_empty(tmp_path: Path, nvml: FakeNvml):
         assert "TokengapQueueWillMissDeadline" in firing
 
 
-#: What a site has no value of that has no GPU, asks no proxy, and whose engine writes a page that can be read.
-UNKNOWN = (*GPUS, *COST, *(series for series in PROXIES if series is not BLIND_SPOT), LINES_SKIPPED, "ALERTS")
+#: What a site has no value of that has no GPU, asks no proxy and no gateway, and whose engine writes a page that can be
+#: read.
+UNKNOWN = (
+    *GPUS,
+    *COST,
+    *ADMISSION,
+    *(series for series in PROXIES if series is not BLIND_SPOT),
+    LINES_SKIPPED,
+    "ALERTS",
+)
 
 
 @pytest.mark.long
 async def test_what_is_not_known_is_not_shown(tmp_path: Path):
-    """A healthy engine at work, no GPU, no proxy that is asked: what rests on those is empty and not 0, nothing fires,
-    and everything else has a value."""
+    """A healthy engine at work, no GPU, neither proxy nor gateway that is asked: what rests on those is empty and
+    not 0, nothing fires, and everything else has a value."""
     unknown = re.compile(rf"\b({'|'.join(map(str, UNKNOWN))})\b")
     expected = {
         place for place, panel in PANELS.items() if any(unknown.search(target["expr"]) for target in panel["targets"])

@@ -28,7 +28,9 @@ def plan(through: str, leak: str) -> Plan:
 @pytest.mark.parametrize("through", ["apache", "", "nginx,naive,envoy", "direct,nginx"])
 def test_what_it_cannot_go_through_is_named(through):
     """With what is expected instead."""
-    with pytest.raises(SettingsError, match="expected one of naive, nginx, haproxy, envoy, direct, or two proxies"):
+    with pytest.raises(
+        SettingsError, match="expected one of naive, nginx, haproxy, envoy, admit, direct, or two proxies"
+    ):
         read_through(through)
 
 

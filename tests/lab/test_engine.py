@@ -37,6 +37,29 @@ async def test_the_api_of_vllm_answers():
             assert "prompt" in (await answer.json())["error"]["message"]
 
 
+async def test_a_stream_is_had_without_asking_for_anything():
+    """``curl -N -X POST .../v1/stream`` gets events of an answer to 400 prompt tokens, until the end."""
+    async with (
+        engine(rate=2000, answer_tokens=20) as port,
+        aiohttp.ClientSession(f"http://{LOOPBACK}:{port}") as session,
+    ):
+        async with session.post("/v1/stream") as answer:
+            assert answer.content_type == "text/event-stream"
+            events = (await answer.read()).split(b"\n\n")
+        (request,) = (await at_rest(port)).requests.values()
+    assert len(events) == 20 + 2  # [DONE], and nothing after the last empty line
+    assert (request.prompt_tokens, request.generated) == (400, 20)
+
+
+async def test_embeddings_take_no_slot():
+    """They are answered while every slot is taken, one vector a text."""
+    async with engine(max_num_seqs=1) as port, aiohttp.ClientSession(f"http://{LOOPBACK}:{port}") as session:
+        async with session.post("/v1/stream"), session.post("/v1/embeddings", json={"input": ["a", "b"]}) as answer:
+            assert len((await answer.json())["data"]) == 2
+        async with session.post("/v1/embeddings", json={}) as answer:
+            assert answer.status == 400
+
+
 async def test_the_page_counts_what_the_truth_knows():
     """With leavers in every phase: generation counts all tokens, finished requests are those that stayed."""
     async with engine(max_num_seqs=2, rate=200) as port:

@@ -164,7 +164,7 @@ def test_nothing_came_out():
 def test_the_json_has_the_names_of_the_article():
     """In both halves, and plain numbers."""
     said = Report(truth_of_lab([STAYED], LEAKED, plan(), []), measured([SCRAPE]), 0.01).as_json()
-    assert list(said) == ["truth", "measured", "error_ratio", "passed"]
+    assert list(said) == ["truth", "measured", "error_ratio", "passed", "users"]
     for half in (said["truth"], said["measured"]):
         assert [name for name in half if name in ARTICLE] == list(ARTICLE)
 

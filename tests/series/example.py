@@ -12,6 +12,7 @@ from tokengap.view import (
     AGE_BOUNDS,
     CLIENTS,
     STREAM,
+    AdmissionView,
     BlindSpotView,
     Cost,
     EngineView,
@@ -66,6 +67,7 @@ def rich_view() -> View:
         ),
         restarts_last_hour=1,
         unfinished_tokens=92.0,
+        unsafe={"no_cancel": True, "slack_short": False},
     )
     spare = EngineView(
         name='spare "b"\\<b>',
@@ -146,6 +148,18 @@ def rich_view() -> View:
             BlindSpotView("edge", "load_balancer", False),
         ),
         price=Price(2.5, "EUR"),
+        admission=AdmissionView(
+            mode="age",
+            closed=False,
+            decisions={("interactive", "admitted"): 20, ("interactive", "rejected_age"): 3},
+            moves={("streaming", "client_left", "cancelling"): 8},
+            waiting={"interactive": 2, "batch": 0},
+            queue_ages={"interactive": 1.25, "batch": 0.0},
+            expected_starts={"interactive": 4.5},
+            slots={("worker", "free"): 1, ("worker", "streaming"): 2, ("worker", "held"): 1},
+            held_for={"worker": 12.5},
+            engines_up={"worker": True, "dead": False},
+        ),
         namespaces={"watched": 3, "failed": 1},
     )
 

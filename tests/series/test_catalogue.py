@@ -18,6 +18,7 @@ BOUNDED = {
     *("engine", "hop", "client", "class", "model", "how", "state", "source", "target", "mode", "reason", "url"),
     *("version", "python", "currency", "basis", "by", "family", "kind"),
     *("uuid", "index", "name", "pci", "driver", "parent", "way", "scope", "action", "xid"),
+    *("decision", "before", "event", "after"),
 }
 
 each = pytest.mark.parametrize("series", SERIES, ids=str)

@@ -14,7 +14,7 @@ from tokengap.logs import without_secrets
 #: What to watch; the other settings are about how.
 SELECTION = (
     *("engines", "hops", "auto", "slots", "netns"),
-    *("haproxy_socket", "envoy_admin", "nginx_status", "gpu", "dcgm"),
+    *("haproxy_socket", "envoy_admin", "nginx_status", "admit", "gpu", "dcgm"),
 )
 
 

@@ -192,4 +192,5 @@ def _unknown(key: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(key.removeprefix(prefix).replace("-", "_"), words, n=1)
     if close:
         return f"is no setting; did you mean {words[close[0]]}?"
-    return f"is no setting; expected {prefix and prefix + ' and '}one of {', '.join(words)}"
+    listed = dict.fromkeys(re.sub(r"(?i)^(admit_).*", r"\1...", word) for word in words)
+    return f"is no setting; expected {prefix and prefix + ' and '}one of {', '.join(listed)}"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tokengap.config.file import KeyPath
 from tokengap.config.settings import HopSettings, Settings
-from tokengap.topology import ENGINE_HOP, INTERACTIVE, Endpoint
+from tokengap.topology import BATCH, ENGINE_HOP, INTERACTIVE, Endpoint
 
 #: Below this, in seconds, beats would spend the host rather than watch it.
 LEAST_INTERVAL: Final = 0.05
@@ -57,6 +57,9 @@ def _gpus(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
 
 def _classes(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
     known = (INTERACTIVE, *settings.classes)
+    for index, sign in enumerate(settings.admit_signs):
+        if sign.parts[0] not in (*known, BATCH):
+            yield ("admit_signs", index), f"is of {sign.parts[0]}; expected one of {', '.join((*known, BATCH))}"
     for key, index, one in _engines_and_hops(settings):
         if one.klass is not None and one.klass not in known:
             yield (key, index, "class"), f"is {one.klass}; expected one of {', '.join(known)}, or one more in classes"

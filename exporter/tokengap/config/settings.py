@@ -15,7 +15,9 @@ from msgspec import NODEFAULT, Struct, field
 
 from tokengap.config.values import (
     Address,
+    AdmitMode,
     Amount,
+    Balance,
     Count,
     Currency,
     GpuUuid,
@@ -27,8 +29,12 @@ from tokengap.config.values import (
     PagePath,
     RuntimeSocket,
     Seconds,
+    Sign,
+    Size,
+    SocketPath,
     Switch,
     Url,
+    WhenHeld,
 )
 from tokengap.topology import INTERACTIVE
 
@@ -170,6 +176,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nginx_status: Annotated[
         tuple[InterfaceSettings, ...], "nginx's page of `stub_status`: how many requests it has at work."
     ] = ()
+    admit: Annotated[
+        Url | None,
+        "A `tokengap admit` in front of the engines, such as http://127.0.0.1:8090: its exact counts take the place of "
+        "estimates, and its series are on this page too. Engines need the same names in both.",
+    ] = None
     gpu: Annotated[bool, "Read this host's GPUs where there is an NVIDIA driver."] = True
     dcgm: Annotated[
         Url | None, "A dcgm-exporter to read GPUs from, where no second client of the driver may run. Replaces `gpu`."
@@ -186,6 +197,39 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     show_addresses: Annotated[
         bool, "Show clients' addresses on the live page and in the JSON. They are masked otherwise."
     ] = False
+    admit_listen: Annotated[Listen, "Where `tokengap admit` takes requests."] = Listen(":8090")
+    admit_mode: Annotated[
+        AdmitMode,
+        "How it decides: `age` refuses for whom the deadline is lost, `busy` whoever finds no free slot.",
+    ] = AdmitMode("age")
+    admit_control: Annotated[
+        SocketPath | None,
+        "The unix socket over which `tokengap admit mode` reaches it. By default one named after its port, in the "
+        "runtime directory of its user.",
+    ] = None
+    admit_signs: Annotated[
+        tuple[Sign, ...],
+        "What tells the class of a request that does not say it in a header `X-Tokengap-Class`; the first that fits. "
+        f"Without one it is `{INTERACTIVE}`.",
+    ] = ()
+    admit_balance: Annotated[Balance, "Which of several engines gets the next stream: the emptiest, or by turns."] = (
+        Balance("least")
+    )
+    admit_queue_limit: Annotated[Count, "How many requests of a class may wait at once."] = Count(1000)
+    admit_drain_limit: Annotated[
+        Seconds, "How long an engine may take to give the slot of a cancelled stream back. Then the slot is `held`."
+    ] = Seconds(10)
+    admit_when_held: Annotated[
+        WhenHeld, "Whether a held slot is kept empty, or the next stream is admitted to it and waits in the engine."
+    ] = WhenHeld("hold")
+    admit_retry_after_max: Annotated[Seconds, "The longest `Retry-After`."] = Seconds(120)
+    admit_max_body: Annotated[Size, "The largest body of a request."] = Size(32 * 2**20)
+    admit_silence: Annotated[
+        Seconds, "How long an engine may say nothing while it has a request. Then it is given up, and its client told."
+    ] = Seconds(300)
+    admit_stop_within: Annotated[
+        Seconds, "How long streams may go on once `tokengap admit` was asked to stop. Nobody is admitted meanwhile."
+    ] = Seconds(30)
     log_level: Annotated[LogLevel, "Log from this level up, to standard error."] = LogLevel("info")
     log_format: Annotated[LogFormat, "One line of this form per event."] = LogFormat("logfmt")
 
@@ -245,7 +289,7 @@ def words(text: str, key: str) -> list[str]:
 
 
 #: A list or mapping is added to by a flag of its own, in the singular.
-_SINGULAR: Final = {"engines": "engine", "hops": "hop", "classes": "class"}
+_SINGULAR: Final = {"engines": "engine", "hops": "hop", "classes": "class", "admit_signs": "admit_sign"}
 
 #: The spellings of Prometheus' exporter-toolkit.
 _TOOLKIT_FLAGS: Final = {
@@ -278,3 +322,6 @@ def _written(default: object) -> str:
 
 #: Every setting, in the order of the documentation.
 SETTINGS: Final = tuple(_described())
+
+#: The settings that only ``tokengap admit`` has.
+OF_ADMIT: Final = tuple(setting.key for setting in SETTINGS if setting.key.startswith("admit_"))

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from tokengap.logs import FORMATS, LEVELS
 from tokengap.topology import Endpoint
+from tokengap.view import MODES
 
 _PORT = re.compile(r"[1-9]\d{0,4}", re.ASCII)
 
@@ -140,6 +141,22 @@ class RuntimeSocket(str):
         return cls(text)
 
 
+class SocketPath(str):
+    """Where a unix socket is."""
+
+    __slots__ = ()
+    expects: ClassVar = "an absolute path such as /run/tokengap/admit.sock"
+    metavar: ClassVar = "PATH"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        text = str(value).strip()
+        if not text.startswith("/") or not text.isprintable() or len(text.encode()) > 107:  # as above
+            raise ValueError
+        return cls(text)
+
+
 class PagePath(str):
     """A path of the exporter's own server."""
 
@@ -206,6 +223,29 @@ class Count(int):
         if isinstance(value, bool) or not re.fullmatch(r"\d{1,7}", text, re.ASCII) or not 1 <= int(text) <= 1_000_000:
             raise ValueError
         return cls(text)
+
+
+class Size(int):
+    """An amount of memory in bytes, more than 0."""
+
+    __slots__ = ()
+    expects: ClassVar = "a size such as 32MiB, 512KiB or 1GiB (a bare number is bytes)"
+    metavar: ClassVar = "SIZE"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read a whole number, or one with its unit."""
+        match = re.fullmatch(r"(\d{1,12})\s*(KiB|MiB|GiB|)", str(value).strip(), re.ASCII)
+        size = int(match[1]) * 1024 ** ("", "KiB", "MiB", "GiB").index(match[2]) if match else 0
+        if isinstance(value, bool) or size < 1:
+            raise ValueError
+        return cls(size)
+
+    def __str__(self) -> str:
+        for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+            if self % 1024**power == 0:
+                return f"{self // 1024**power}{unit}"
+        return str(int(self))
 
 
 class GpuUuid(str):
@@ -302,3 +342,56 @@ class LogFormat(_Choice):
     among = FORMATS
     expects: ClassVar = f"one of {', '.join(FORMATS)}"
     metavar: ClassVar = "FORMAT"
+
+
+class Sign(str):
+    """What tells the class of a request."""
+
+    __slots__ = ()
+    expects: ClassVar = "CLASS=header:NAME:VALUE, CLASS=path:/PATH or CLASS=key:SHA256 (of the API key, 64 hex digits)"
+    metavar: ClassVar = "CLASS=BY:VALUE"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        if not re.fullmatch(
+            r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,62}=(header:[\w-]+:\s*\S.*|path:/\S*|key:[0-9a-f]{64})",
+            str(value),
+            re.ASCII,
+        ):
+            raise ValueError
+        return cls(value)
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """The class, by what it is told, and the value of that."""
+        klass, _, sign = self.partition("=")
+        by, _, value = sign.partition(":")
+        return klass, by, value
+
+
+class AdmitMode(_Choice):
+    """How the gateway decides."""
+
+    __slots__ = ()
+    among = MODES
+    expects: ClassVar = f"one of {', '.join(MODES)}"
+    metavar: ClassVar = "MODE"
+
+
+class Balance(_Choice):
+    """Which of several engines gets the next stream."""
+
+    __slots__ = ()
+    among = ("least", "robin")
+    expects: ClassVar = "one of least, robin"
+    metavar: ClassVar = "HOW"
+
+
+class WhenHeld(_Choice):
+    """What happens to a slot that an engine does not give back."""
+
+    __slots__ = ()
+    among = ("hold", "admit")
+    expects: ClassVar = "one of hold, admit"
+    metavar: ClassVar = "WHAT"

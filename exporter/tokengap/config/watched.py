@@ -9,11 +9,24 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias
+from urllib.parse import urlsplit
 
 from tokengap.config import rules
 from tokengap.config.settings import EngineSettings, HopSettings, Settings
 from tokengap.errors import SettingsError, SourceError
-from tokengap.topology import ENGINE_HOP, INTERACTIVE, Endpoint, Engine, GpuPrice, Hop, Limits, ProxyInterface, Topology
+from tokengap.topology import (
+    ENGINE_HOP,
+    GATEWAY_HOP,
+    INTERACTIVE,
+    Endpoint,
+    Engine,
+    Gateway,
+    GpuPrice,
+    Hop,
+    Limits,
+    ProxyInterface,
+    Topology,
+)
 
 #: From an engine's URL to the addresses at which it is reached. Raises SourceError when the name does not resolve.
 Resolve: TypeAlias = Callable[[str], Awaitable[tuple[Endpoint, ...]]]
@@ -40,6 +53,7 @@ async def topology(
         engines=all_engines,
         hops=all_hops,
         interfaces=tuple(_interfaces(settings, [hop.name for hop in all_hops])),
+        gateway=None if settings.admit is None else _gateway(settings.admit, all_hops),
         limits=Limits(
             deadlines={INTERACTIVE: float(settings.deadline)}
             | {str(name): float(seconds) for name, seconds in settings.classes.items() if seconds is not None},
@@ -66,6 +80,13 @@ def _interfaces(settings: Settings, hops: Sequence[str]) -> Iterator[ProxyInterf
         yield ProxyInterface(str(envoy.hop or only), "envoy", str(envoy.url))
     for nginx in settings.nginx_status:
         yield ProxyInterface(str(nginx.hop or only), "nginx", str(nginx.url))
+
+
+def _gateway(url: str, hops: Sequence[Hop]) -> Gateway:
+    """Return the gateway there. The hop that it is listens at its port; without one it goes by a name of its own."""
+    port = urlsplit(url).port
+    same = (hop.name for hop in hops if any(endpoint.port == port for endpoint in hop.listen))
+    return Gateway(str(url), next(same, GATEWAY_HOP))
 
 
 async def _engine(engine: EngineSettings, settings: Settings, resolve: Resolve) -> Engine:

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.join import blind, cost, endings, gpus, ledger, proxies, queue, rest, silent, streams, verdict
+from tokengap.join import (
+    admitted,
+    blind,
+    capacity,
+    cost,
+    endings,
+    gpus,
+    ledger,
+    proxies,
+    queue,
+    rest,
+    silent,
+    streams,
+    verdict,
+)
 from tokengap.join.client import CONNECTED, VANISHED
 from tokengap.join.segments import Owned, Segments, in_flight, seems_over, stays
-from tokengap.readings import EnginePage, Reading, Readings, SocketSnapshot, as_ipv6
+from tokengap.readings import EnginePage, GatewayPage, Reading, Readings, SocketSnapshot, as_ipv6
 from tokengap.topology import Engine, Topology
 from tokengap.view import (
     AGE_BOUNDS,
     CLIENTS,
     STREAM,
     Accounting,
+    Condition,
+    Ending,
     EngineView,
     NetnsState,
     Price,
@@ -46,6 +63,8 @@ class EngineMemory:
     models: tuple[str, ...] = ()
     restarts: int = 0
     covered: bool = False  # when last it had requests, we saw a socket of each
+    counted: admitted.Counted | None = None  # where a gateway counts
+    lately: capacity.Lately = field(default_factory=capacity.Lately)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +136,15 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         stream_state = replace(stream_state, segments=segments[stays(segments)])
         seen = replace(seen, segments=segments)
         table, groups = _streams_now(seen, topology, readings)
+    told = readings.gateway.value if readings.gateway is not None else None
+    if told is not None and topology.gateway is not None:  # of its own hop it knows each stream itself
+        hop = topology.gateway.hop
+        elsewhere = (group for group in groups if group.hop != hop)
+        groups = (*elsewhere, *admitted.groups(told, hop))
+    for index, engine in enumerate(topology.engines):
+        memory = memories[engine.name]
+        lately, unsafe = _capacity(memory, views[index], engine, groups, topology, readings.at)
+        memories[engine.name], views[index] = replace(memory, lately=lately), replace(views[index], unsafe=unsafe)
 
     memories_of_proxies = proxies.observe(state.proxies, readings)
     signs = seen.signs if seen is not None else None
@@ -157,17 +185,78 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         hop_names=hop_names,
         groups=groups,
         endings={
-            (engine.name, hop_names[hop], how): n
+            (engine.name, hop, how): n
             for engine in topology.engines
-            for (hop, how), n in memories[engine.name].fates.count.items()
+            for (hop, how), n in _endings(memories[engine.name], topology).items()
         },
         streams=table,
         gpus=gpus_view,
         price=None if price.per_hour is None else Price(price.per_hour, price.currency),
         proxies=proxies.views(memories_of_proxies, readings, without_sockets),
         blind_spots=blind_spots,
+        admission=None if told is None else admitted.admission(told),
     )
     return state, view_
+
+
+def _capacity(
+    memory: EngineMemory,
+    view: EngineView,
+    engine: Engine,
+    groups: Sequence[StreamGroup],
+    topology: Topology,
+    at: float,
+) -> tuple[capacity.Lately, Mapping[Condition, bool]]:
+    """Say whether a free slot of an engine may be given away."""
+    ended: Counter[Ending] = Counter()
+    for (_, how), count in _endings(memory, topology).items():
+        ended[how] += count
+    mine = [group for group in groups if group.engine == engine.name]
+    streams = sum(group.count for group in mine)
+    return capacity.observe(
+        memory.lately,
+        capacity.Counts(
+            at,
+            left=ended["cancelled"] + ended["orphaned"],
+            ran_on=ended["orphaned"],
+            out=view.tokens.out,
+            orphaned=sum(view.tokens.orphaned.values()),
+        ),
+        held=any(group.client in ("vanished", "gone") for group in mine),
+        slack=view.slack.get(engine.klass),
+        mean_age=sum(group.age_sum for group in mine) / streams if streams else None,
+    )
+
+
+def _endings(memory: EngineMemory, topology: Topology) -> Mapping[tuple[str, Ending], int]:
+    """Return how an engine's streams ended, by hop. Where nothing stands before the gateway, its own count is exact."""
+    seen = {(topology.hop_names[hop], how): n for (hop, how), n in memory.fates.count.items()}
+    if memory.counted is None or topology.gateway is None or topology.before_gateway:
+        return seen
+    return seen | memory.counted.endings(topology.gateway.hop)
+
+
+def _counted(
+    memory: EngineMemory, book: ledger.Ledger, engine: Engine, page: EnginePage | None, readings: Readings
+) -> admitted.Counted | None:
+    """Bring the gateway's count of one engine up to date, where there is one."""
+    counted, topology = memory.counted, readings.topology
+    if counted is not None:
+        counted = admitted.owe(counted, book.tokens.out)
+    told = readings.gateway.value if readings.gateway is not None else None
+    if topology.gateway is None or told is None or engine.name not in told.engines:
+        return counted
+    outer = {hop: book.tokens.orphaned.get(hop, 0.0) for hop in topology.before_gateway}
+    hop = topology.gateway.hop
+    if counted is None:
+        before = _before_gateway(memory, topology, hop)
+        return admitted.begin(book.tokens, outer, before, told, told.engines[engine.name], readings.at)
+    return admitted.count(counted, told, engine.name, page, outer, hop, readings.at)
+
+
+def _before_gateway(memory: EngineMemory, topology: Topology, hop: str) -> Mapping[Ending, int]:
+    """Return what was counted of the gateway's hop by its sockets, before it was first read."""
+    return {how: n for (index, how), n in memory.fates.count.items() if topology.hop_names[index] == hop}
 
 
 def _engine(
@@ -254,7 +343,13 @@ def _engine(
         running = max(page.running, running)
         tokens = book.tokens.out - memory.ledger.tokens.out
         load = cost.Load(running, min(orphans, running), tokens, judgement.state)
-    memory = EngineMemory(book, fates, curve, judge, breach, most, skipped, models, judgement.restarts, covered)
+    counted = _counted(memory, book, engine, page, readings)
+    if load is not None and counted is not None and not readings.topology.before_gateway:
+        load = replace(load, orphans=min(counted.last.zombies, load.running))
+    memory = EngineMemory(
+        *(book, fates, curve, judge, breach, most, skipped, models, judgement.restarts, covered, counted),
+        lately=memory.lately,
+    )
     view = EngineView(
         name=engine.name,
         url=engine.url,
@@ -262,7 +357,7 @@ def _engine(
         family=judge.page.family if judge.page is not None else "",
         state=judgement.state,
         evidence=judgement.evidence,
-        tokens=book.tokens,
+        tokens=book.tokens if counted is None else counted.shown,
         running=says.running if says is not None else None,
         waiting=says.waiting if says is not None else None,
         stale=stale,
@@ -551,6 +646,8 @@ def _sources(readings: Readings) -> Iterator[SourceView]:
     for hop, told in readings.proxies.items():
         program = told.value.program if told.value is not None else ""
         yield SourceView("proxy", hop, told.value is not None, told.took, told.error or program)
+    if readings.gateway is not None:
+        yield _gateway_source(readings.gateway, readings.topology)
     processes = readings.processes
     yield SourceView("processes", "", processes.value is not None, processes.took, processes.error or "")
     if readings.gpu is not None:
@@ -560,3 +657,13 @@ def _sources(readings: Readings) -> Iterator[SourceView]:
         else:
             why = f"{snapshot.reason}: {snapshot.detail}" if snapshot.detail else snapshot.reason
             yield SourceView("gpu", "", snapshot.reason == "ok", took, snapshot.way if why == "ok" else why)
+
+
+def _gateway_source(reading: Reading[GatewayPage], topology: Topology) -> SourceView:
+    """Say whether the gateway tells, and of which engines it does not: their names have to be the same there."""
+    hop = topology.gateway.hop if topology.gateway is not None else ""
+    if reading.value is None:
+        return SourceView("gateway", hop, False, reading.took, reading.error or "")
+    unknown = [engine.name for engine in topology.engines if engine.name not in reading.value.engines]
+    detail = f"it has no engine named {', '.join(unknown)}, but {', '.join(reading.value.engines)}" if unknown else ""
+    return SourceView("gateway", hop, len(unknown) < len(topology.engines), reading.took, detail)

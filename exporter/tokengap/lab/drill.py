@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -31,7 +31,7 @@ from tokengap.lab.batching import Knobs
 from tokengap.lab.matrix import TOKENGAP, chosen, measure
 from tokengap.lab.matrix import Plan as MatrixPlan
 from tokengap.lab.parts import LOOPBACK, Part
-from tokengap.lab.report import Fields, Report, bar, last_leave, measured, moments, truth_of_lab
+from tokengap.lab.report import Comparison, Fields, Report, bar, became_of, last_leave, measured, moments, truth_of_lab
 from tokengap.lab.scrape import Exporter, Scrape
 from tokengap.lab.stage import (
     LEAKS,
@@ -50,6 +50,7 @@ from tokengap.lab.target import PageWitness, read_target
 from tokengap.lab.truth import EngineControl
 from tokengap.lab.users import Outcome, User, Visit, crowd
 from tokengap.lab.ways import COLUMNS, KINDS, WAYS
+from tokengap.view import MODES, AdmitMode
 
 #: The exporter's page is read twice a beat (1 s), so that no beat is missed.
 READ_EVERY = 0.5
@@ -61,7 +62,14 @@ BEATS_AT_REST = 3
 PATIENCE = 60.0
 
 #: Options that say how the lab is put up, and mean nothing where a system is there already.
-_OF_THE_LAB = ("through", "leak", "slots", "rate", "seed")
+_OF_THE_LAB = ("through", "leak", "slots", "rate", "seed", "mode", "side_by_side")
+
+#: What ``--side-by-side`` plays: its name, through what, and in which mode that admits.
+SIDES: tuple[tuple[str, str, AdmitMode], ...] = (
+    ("admit, by age", "admit", "age"),
+    ("admit, when busy", "admit", "busy"),
+    ("naive gateway", "naive", "age"),
+)
 
 #: Options of ``--matrix``, which mean nothing without it.
 _OF_THE_MATRIX = ("rows", "columns", "kinds", "main", "litellm", "unprivileged", "no_events", "exporter")
@@ -84,6 +92,7 @@ class Options:
     ports: Literal["usual", "auto"]
     scrape_every: float
     seed: int
+    mode: AdmitMode = "age"
 
     def __post_init__(self) -> None:
         if self.leave > self.users:
@@ -103,6 +112,7 @@ class Options:
             knobs=Knobs(max_num_seqs=self.slots, rate=self.rate, ignore_disconnects=self.leak == "engine"),
             ports=ports(self.ports),
             seed=self.seed,
+            mode=self.mode,
         )
 
     @property
@@ -242,7 +252,7 @@ async def _play(
             progress.show(Console(stderr=True), drill.line),
             stage.guard(),
         )
-        for failed in [outcome for outcome in outcomes if outcome.how == "failed"][:1]:
+        for failed in [outcome for outcome in outcomes if outcome.how == "failed" and not outcome.refused][:1]:
             say(f"{failed.user.id} failed, and perhaps others: {failed.detail}")
         left = last_leave(outcomes)
         return Report(
@@ -252,7 +262,16 @@ async def _play(
             scraped=measured(drill.slow_scrapes, left),
             scrape_every=options.scrape_every,
             scrapes=len(drill.slow_scrapes),
+            users=became_of(outcomes),
         )
+
+
+async def compare(options: Options) -> Comparison:
+    """Drill the same three ways: refused by age, refused when busy, and taken in and never let go."""
+    reports = {}
+    for way, through, mode in SIDES:
+        reports[way] = await on_the_lab(replace(options, through=through, mode=mode))
+    return Comparison(reports)
 
 
 def say(text: str) -> None:
@@ -265,7 +284,7 @@ def say(text: str) -> None:
     "--through",
     default="naive",
     show_default=True,
-    help="naive, nginx, haproxy, envoy or direct; or two in a row, the edge first: nginx,naive.",
+    help="naive, nginx, haproxy, envoy, admit or direct; or two in a row, the edge first: nginx,admit.",
 )
 @click.option("--users", type=click.IntRange(1), default=20, show_default=True, help="They come all at once.")
 @click.option("--leave", type=click.IntRange(0), default=8, show_default=True, help="How many of them leave.")
@@ -286,6 +305,10 @@ def say(text: str) -> None:
     type=click.Choice(LEAKS),
     default=None,
     help="Who holds on to clients that left (admit: the second of two). Default: a naive gateway, else none.",
+)
+@click.option("--mode", type=click.Choice(MODES), default="age", show_default=True, help="How admit decides.")
+@click.option(
+    "--side-by-side", is_flag=True, help="Play it through admit in both modes and through naive, and compare."
 )
 @click.option("--scrape-every", type=click.FloatRange(0.1), default=15.0, show_default=True, help="Of the collector.")
 @click.option(
@@ -313,6 +336,7 @@ def drill(
     engine: str | None,
     this_is_my_system: bool,
     matrix: bool,
+    side_by_side: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -332,7 +356,7 @@ def drill(
         sys.exit(_matrix(as_json=as_json, **of_matrix))
     asked = Options(**options)
     if target is None and engine is None and not this_is_my_system:
-        report = run(on_the_lab(asked))
+        report: Report | Comparison = run(compare(asked)) if side_by_side else run(on_the_lab(asked))
     elif target is None or engine is None or not this_is_my_system:
         raise SettingsError(
             "a system that is there already is drilled with all of --target, --engine, --this-is-my-system"

@@ -25,13 +25,16 @@ import click
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from tokengap.lab.answers import MODEL, Answer, prompt_tokens, read_ask
+from tokengap.lab.answers import MODEL, Answer, Ask, prompt_tokens, read_ask
 from tokengap.lab.batching import Batch, Knobs, Sequence
 from tokengap.lab.parts import LOOPBACK, Part, serve_app
 from tokengap.lab.truth import RequestTruth, Sample, Truth, changed
 from tokengap.lab.vllm_page import CONTENT_TYPE, VllmPage
 
 VERSION = "0.33.0"
+
+#: Prompt tokens of a request to ``/v1/stream``, which says nothing about it.
+PLAIN_PROMPT = 400
 
 #: Requests and samples that the truth keeps. Samples come each tenth of a second: an hour of them.
 KEEP_REQUESTS, KEEP_SAMPLES, SAMPLE_EVERY = 20_000, 36_000, 0.1
@@ -69,6 +72,8 @@ class EngineServer:
             [
                 web.post("/v1/completions", self._completion),
                 web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/stream", self._plain_stream),
+                web.post("/v1/embeddings", self._embeddings),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/version", self._version),
@@ -88,17 +93,25 @@ class EngineServer:
     # What vLLM serves
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=False)
+        return await self._asked(request, chat=False)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=True)
+        return await self._asked(request, chat=True)
 
-    async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+    async def _plain_stream(self, request: web.Request) -> web.StreamResponse:
+        """Stream to whoever posts anything or nothing: what a loop of curl in a shell asks."""
+        await request.read()
+        ask = Ask(prompt=[0] * PLAIN_PROMPT, stream=True)
+        return await self._answer(request, ask, chat=False)
+
+    async def _asked(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         try:
             ask = read_ask(await request.read(), chat=chat)
         except ValueError as wrong:  # msgspec's errors are ValueErrors
-            error = {"message": str(wrong), "type": "BadRequestError", "param": None, "code": 400}
-            return web.json_response({"error": error}, status=400)
+            return _bad_request(str(wrong))
+        return await self._answer(request, ask, chat=chat)
+
+    async def _answer(self, request: web.Request, ask: Ask, *, chat: bool) -> web.StreamResponse:
         answer_id = f"{self._random.getrandbits(128):032x}"
         sequence = Sequence(
             # The body first: Envoy replaces X-Request-Id unless told not to.
@@ -148,6 +161,18 @@ class EngineServer:
         await client.done
         await response.write_eof()
         return response
+
+    async def _embeddings(self, request: web.Request) -> web.Response:
+        """Answer at once, with a vector that means nothing: no slot is taken and no token generated."""
+        try:
+            asked = msgspec.json.decode(await request.read(), type=EmbeddingAsk)
+        except ValueError as wrong:
+            return _bad_request(str(wrong))
+        texts = [asked.input] if isinstance(asked.input, str) else asked.input
+        data = [{"object": "embedding", "index": at, "embedding": [0.0] * 8} for at in range(len(texts))]
+        tokens = sum(len(text) for text in texts) // 4
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return web.json_response({"object": "list", "data": data, "model": self._model, "usage": usage})
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": self._model, "object": "model", "owned_by": "vllm", "root": self._model}
@@ -308,6 +333,17 @@ class EngineServer:
         task.cancel()
         if self._timer is not None:
             self._timer.cancel()
+
+
+class EmbeddingAsk(msgspec.Struct, frozen=True):
+    """The body of a request for embeddings."""
+
+    input: str | list[str]
+
+
+def _bad_request(why: str) -> web.Response:
+    error = {"message": why, "type": "BadRequestError", "param": None, "code": 400}
+    return web.json_response({"error": error}, status=400)
 
 
 def _request_truth(sequence: Sequence, now: float) -> RequestTruth:

@@ -1,4 +1,4 @@
-"""The proxies of the lab as values: nginx, HAProxy, Envoy, and the naive gateway of this package.
+"""The proxies of the lab as values: nginx, HAProxy, Envoy, and the naive gateway and the admitting one of this package.
 
 Each is started in front of the stand-in engine on loopback, with everything it writes in one directory and nothing
 that needs a privilege. A configuration is the text that a pure function returns for a :class:`Wiring`; ``docs/lab.md``
@@ -22,6 +22,10 @@ from tokengap import __version__
 from tokengap.errors import SetupError
 from tokengap.lab.gateway import gateway_part
 from tokengap.lab.parts import Part
+from tokengap.view import AdmitMode
+
+#: The engine's name in everything that watches it.
+ENGINE = "worker"
 
 #: A service's programs are often in here, which is not on the PATH of people.
 _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
@@ -31,13 +35,16 @@ _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 class Wiring:
     """Where a proxy listens on loopback, which port it forwards to, and whether it shall hold on to clients that left.
 
-    ``directory`` takes its configuration, its pid file and its temporary files.
+    ``directory`` takes its configuration, its pid file and its temporary files. The engine's ``slots`` and the ``mode``
+    are for the gateway that admits.
     """
 
     listen: int
     upstream: int
     leak: bool
     directory: Path
+    slots: int = 1
+    mode: AdmitMode = "age"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +246,18 @@ def _naive_arguments(wiring: Wiring) -> str:
     return " ".join(gateway_part(wiring.listen, wiring.upstream, leak=wiring.leak).command[1:]) + "\n"
 
 
+def admit_config(wiring: Wiring) -> str:
+    """Return admit.yaml: the gateway that refuses by age, with its cut and deadline as they are by default."""
+    return f"""\
+engines: ["{ENGINE}=http://127.0.0.1:{wiring.upstream}"]
+slots: {wiring.slots}
+admit_listen: 127.0.0.1:{wiring.listen}
+admit_mode: {wiring.mode}
+admit_control: {wiring.directory}/admit.sock
+"""
+
+
+#: What forwards everything to an engine, as it comes.
 PROXIES: dict[str, Proxy] = {
     proxy.name: proxy
     for proxy in (
@@ -289,3 +308,22 @@ PROXIES: dict[str, Proxy] = {
         ),
     )
 }
+
+#: What decides whom it lets in.
+ADMIT = Proxy(
+    name="admit",
+    install="it comes with tokengap",
+    find=lambda: Path(sys.executable),
+    version_command=None,
+    config_name="admit.yaml",
+    config=admit_config,
+    command=lambda program, wiring: (
+        *(str(program), "-m", "tokengap", "admit"),
+        *("--config", str(wiring.directory / "admit.yaml")),
+    ),
+    leaks=None,
+    orphan_signal=signal.SIGTERM,
+)
+
+#: Everything that may stand in front of an engine.
+GATES: dict[str, Proxy] = PROXIES | {ADMIT.name: ADMIT}

@@ -83,7 +83,9 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a drill. ``scraped`` is what a scraper with a longer interval saw, in ``scrapes`` scrapes."""
+    """The result of a drill. ``scraped`` is what a scraper with a longer interval saw, in ``scrapes`` scrapes, and
+    ``users`` counts what became of them.
+    """
 
     truth: Fields
     measured: Fields
@@ -91,6 +93,7 @@ class Report:
     scraped: Fields | None = None
     scrape_every: float = 15.0
     scrapes: int = 0
+    users: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def error_ratio(self) -> float | None:
@@ -111,6 +114,7 @@ class Report:
             "measured": self.measured.as_json(),
             "error_ratio": self.error_ratio and round(self.error_ratio, 6),
             "passed": self.passed,
+            "users": dict(self.users),
         }
 
     def table(self) -> Table:
@@ -133,10 +137,8 @@ class Report:
         return table
 
     def print(self) -> None:
-        """Print table and sentences to standard output, plain where that is no terminal."""
-        console = Console()
-        if not console.is_terminal:
-            console.width = 120  # of a pipe nothing is known, and a table must not be folded
+        """Print table and sentences."""
+        console = _console()
         console.print(self.table())
         for sentence in self.sentences():
             console.print(sentence, highlight=False, soft_wrap=True)
@@ -148,6 +150,8 @@ class Report:
             within = "within" if self.passed else "NOT within"
             gaps = f"The gap is {_shown(self.truth.gap)} tokens and was measured as {_shown(self.measured.gap)}"
             said = [f"{gaps}: off by {self.error_ratio:.2%} of the tokens out, {within} {self.bar:.0%}."]
+        if self.users:
+            said.append(f"Of the users {', '.join(f'{count} {what}' for what, count in self.users.items())}.")
         if self.scraped is not None:
             came = f"A scraper that comes every {self.scrape_every:g} s came {self.scrapes} times"
             said.append(
@@ -170,6 +174,10 @@ _ROWS: tuple[tuple[str, str, Unit], ...] = (
     ("tokens_pending", "", ""),
     ("tokens_unattributed_total", "", ""),
 )
+
+
+#: The first rows are those of the source article.
+_OF_THE_ARTICLE = 9
 
 
 def measured(scrapes: Sequence[Scrape], after: float | None = None) -> Fields:
@@ -209,6 +217,59 @@ def moments(scrapes: Sequence[Scrape], after: float | None) -> list[Scrape]:
 def last_leave(outcomes: Iterable[Outcome]) -> float | None:
     """Return when the last of those who left was gone, None when nobody left."""
     return max((outcome.ended for outcome in outcomes if outcome.how == "left"), default=None)
+
+
+def became_of(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """Count users by what became of them: served, left, refused (429) or failed."""
+    became = dict.fromkeys(("served", "left", "refused", "failed"), 0)
+    for outcome in outcomes:
+        became["served" if outcome.how == "completed" else "refused" if outcome.refused else outcome.how] += 1
+    return {what: count for what, count in became.items() if count or what != "failed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same drill, played several ways, by what was played."""
+
+    reports: Mapping[str, Report]
+
+    @property
+    def passed(self) -> bool:
+        """Whether each was measured within its bar."""
+        return all(report.passed for report in self.reports.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {way: report.as_json() for way, report in self.reports.items()}
+
+    def table(self) -> Table:
+        """Return what happened, a column each: the article's fields, and what became of the users."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("")
+        for way in self.reports:
+            table.add_column(way, justify="right")
+        for name, remark, unit in _ROWS[:_OF_THE_ARTICLE]:
+            label = f"{name} ({remark})" if remark else name
+            table.add_row(label, *(_shown(getattr(report.truth, name), unit) for report in self.reports.values()))
+        table.add_section()
+        for what in ("served", "left", "refused"):
+            table.add_row(f"users {what}", *(str(report.users.get(what, 0)) for report in self.reports.values()))
+        return table
+
+    def print(self) -> None:
+        """Print the table, and of each whether it was measured right."""
+        console = _console()
+        console.print(self.table())
+        for way, report in self.reports.items():
+            console.print(f"{way}: {report.sentences()[0]}", highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """Return standard output, plain where that is no terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120  # of a pipe nothing is known, and a table must not be folded
+    return console
 
 
 def truth_of_lab(outcomes: Sequence[Outcome], engine: Truth, plan: Plan, instants: Iterable[float]) -> Fields:

@@ -35,9 +35,9 @@ from tokengap.lab.demo import Time
 from tokengap.lab.engine import engine_part
 from tokengap.lab.gateway import gateway_part
 from tokengap.lab.parts import LOOPBACK, Part, free_ports
-from tokengap.lab.proxies import PROXIES, Wiring, nginx_config
+from tokengap.lab.proxies import ENGINE, PROXIES, Wiring, nginx_config
 from tokengap.lab.scrape import Exporter, Scrape
-from tokengap.lab.stage import DIRECT, ENGINE, beside, exporter_part, run, staged
+from tokengap.lab.stage import DIRECT, beside, exporter_part, run, staged
 from tokengap.lab.truth import EngineControl
 from tokengap.lab.users import User, Visit
 

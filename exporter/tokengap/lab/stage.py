@@ -24,8 +24,9 @@ from tokengap.errors import SettingsError, SetupError
 from tokengap.lab.batching import Knobs
 from tokengap.lab.engine import engine_part
 from tokengap.lab.parts import LOOPBACK, Part, RunningPart, free_ports, listens, running, taken
-from tokengap.lab.proxies import PROXIES, Wiring
+from tokengap.lab.proxies import ADMIT, ENGINE, GATES, Wiring
 from tokengap.topology import ENGINE_HOP
+from tokengap.view import AdmitMode
 
 T = TypeVar("T")
 
@@ -33,9 +34,8 @@ T = TypeVar("T")
 Leak: TypeAlias = Literal["edge", "admit", "engine", "none"]
 LEAKS: tuple[Leak, ...] = ("edge", "admit", "engine", "none")
 
-#: The names of the hops, outermost first, and of the engine.
+#: The names of the hops, outermost first.
 HOPS: tuple[Leak, ...] = ("edge", "admit")
-ENGINE = "worker"
 
 #: ``--through`` without a proxy.
 DIRECT = "direct"
@@ -62,13 +62,17 @@ def ports(which: Literal["usual", "auto"], wanted: Ports = Ports()) -> Ports:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is put up. ``through`` are proxies by name, the edge first; none: clients call the engine directly."""
+    """What is put up. ``through`` are proxies by name, the edge first; none: clients call the engine directly.
+
+    ``mode`` is that of the gateway that admits, where it is one of them.
+    """
 
     through: tuple[str, ...]
     leak: Leak
     knobs: Knobs
     ports: Ports
     seed: int = 0
+    mode: AdmitMode = "age"
 
     @staticmethod
     def usual_leak(through: Sequence[str]) -> Leak:
@@ -78,7 +82,8 @@ class Plan:
     @property
     def hops(self) -> dict[str, int]:
         """The hops by name, outermost first, and their ports."""
-        return {name: getattr(self.ports, name) for name, _ in zip(HOPS, self.through, strict=False)}
+        names = (ADMIT.name,) if self.through == (ADMIT.name,) else HOPS
+        return {name: getattr(self.ports, name) for name, _ in zip(names, self.through, strict=False)}
 
     @property
     def entry(self) -> int:
@@ -99,12 +104,14 @@ class Plan:
     def serve(self) -> list[str]:
         """The arguments of ``tokengap serve`` for it."""
         hops = {name: f"{LOOPBACK}:{port}" for name, port in self.hops.items()}
-        return serve_arguments(self.ports.exporter, f"http://{LOOPBACK}:{self.ports.engine}", hops)
+        arguments = serve_arguments(self.ports.exporter, f"http://{LOOPBACK}:{self.ports.engine}", hops)
+        gateways = [port for port, name in zip(self.hops.values(), self.through, strict=True) if name == ADMIT.name]
+        return arguments + [f"--admit=http://{LOOPBACK}:{port}" for port in gateways]
 
     def path(self) -> str:
         """Return the way of a request, in words."""
         hops = [
-            f"{hop} :{port} ({name} {PROXIES[name].version()}{', leaks' if hop == self.leak else ''})"
+            f"{hop} :{port} ({name} {GATES[name].version()}{', leaks' if hop == self.leak else ''})"
             for (hop, port), name in zip(self.hops.items(), self.through, strict=True)
         ]
         slots = self.knobs.max_num_seqs
@@ -125,8 +132,8 @@ def read_through(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if names == (DIRECT,):
         return ()
-    if len(names) > len(HOPS) or any(name not in PROXIES for name in names):
-        known = ", ".join((*PROXIES, DIRECT))
+    if len(names) > len(HOPS) or any(name not in GATES for name in names):
+        known = ", ".join((*GATES, DIRECT))
         raise SettingsError(f"--through: {text!r}; expected one of {known}, or two proxies, as in nginx,naive")
     return names
 
@@ -147,7 +154,8 @@ def proxy_parts(plan: Plan, directory: Path) -> list[Part]:
     for (hop, port), upstream, name in zip(plan.hops.items(), ports[1:], plan.through, strict=True):
         own = directory / hop
         own.mkdir()
-        part = PROXIES[name].part(Wiring(port, upstream, hop == plan.leak, own))
+        wiring = Wiring(port, upstream, hop == plan.leak, own, plan.knobs.max_num_seqs, plan.mode)
+        part = GATES[name].part(wiring)
         parts.append(replace(part, name=f"{name}-{hop}"))
     return parts
 

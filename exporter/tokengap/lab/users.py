@@ -90,6 +90,11 @@ class Outcome:
     port: int = 0
     left: float | None = None
 
+    @property
+    def refused(self) -> bool:
+        """Whether it was told to come again later."""
+        return self.status == 429
+
 
 class AnswerReader:
     """Reads an HTTP/1.1 answer from its bytes, however they are cut, and counts its tokens. No I/O.

@@ -6,6 +6,7 @@ on the page, in ``docs/series.md`` and known to dashboards and alerts; there is 
 
 from __future__ import annotations
 
+from tokengap.series.admit import ADMISSION
 from tokengap.series.cost import COST
 from tokengap.series.declare import Series
 from tokengap.series.engines import ENGINES
@@ -17,4 +18,14 @@ from tokengap.series.streams import STREAMS_IN_FLIGHT
 from tokengap.series.tokens import TOKENS
 
 #: Every series, in the order of the page.
-SERIES: tuple[Series, ...] = (*TOKENS, *STREAMS_IN_FLIGHT, *PROXIES, *QUEUE, *ENGINES, *COST, *GPUS, *ITSELF)
+SERIES: tuple[Series, ...] = (
+    *TOKENS,
+    *STREAMS_IN_FLIGHT,
+    *PROXIES,
+    *QUEUE,
+    *ADMISSION,
+    *ENGINES,
+    *COST,
+    *GPUS,
+    *ITSELF,
+)

@@ -25,6 +25,12 @@ def _slack(view: View) -> Iterable[Sample]:
             yield Sample((engine.name, klass), seconds)
 
 
+def _unsafe(view: View) -> Iterable[Sample]:
+    for engine in view.engines:
+        for condition, holds in engine.unsafe.items():
+            yield Sample((engine.name, condition), float(holds))
+
+
 QUEUE_AGE = Series(
     name="tokengap_queue_age_seconds",
     kind="gauge",
@@ -79,4 +85,14 @@ DEADLINE_BREACH = Series(
     read=per_engine(lambda engine: engine.breach_seconds),
 )
 
-QUEUE = (QUEUE_AGE, QUEUE_AGE_SOURCE, SLOTS, SLOT_UTILIZATION, DEADLINE_SLACK, DEADLINE_BREACH)
+FREE_CAPACITY_UNSAFE = Series(
+    name="tokengap_free_capacity_unsafe",
+    kind="gauge",
+    help="Why a free slot must not be given away, 1 for each condition that holds: no_cancel (clients left and their "
+    "streams ran on), not_tied (tokens are generated for nobody), slack_short (less slack than the mean stream age). "
+    "Missing while it is not known: nobody left, nothing was generated, no stream is in flight.",
+    labels=("engine", "reason"),
+    read=_unsafe,
+)
+
+QUEUE = (QUEUE_AGE, QUEUE_AGE_SOURCE, SLOTS, SLOT_UTILIZATION, DEADLINE_SLACK, DEADLINE_BREACH, FREE_CAPACITY_UNSAFE)

@@ -7,7 +7,7 @@ Rendering takes about 7 us a series and format, too long for the event loop at a
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -39,28 +39,36 @@ class ViewCollector(Collector):
     would filter everything away.
     """
 
-    def __init__(self, view: View):
+    def __init__(self, view: View, series: Sequence[Series] = SERIES):
         self._view = view
+        self._series = series
 
     def collect(self) -> Iterable[Metric]:
         """Yield every family with its samples."""
-        return (_family(series, series.read(self._view)) for series in SERIES)
+        return (_family(series, series.read(self._view)) for series in self._series)
 
     def describe(self) -> Iterable[Metric]:
         """Yield every family without samples."""
-        return (_family(series, ()) for series in SERIES)
+        return (_family(series, ()) for series in self._series)
 
 
-def render(view: View, also: Iterable[Collector] = ()) -> Page:
+def render(view: View, also: Iterable[Collector] = (), series: Sequence[Series] = SERIES) -> Page:
     """Return the page of ``view``, followed by what the collectors ``also`` give (the process, for one)."""
-    registry = _registry(view, also)
+    registry = _registry(view, also, series)
     text, open_metrics = _as_text(registry), _as_openmetrics(registry)
     return Page(text, compress(text), open_metrics, compress(open_metrics))
 
 
-def render_named(view: View, names: Iterable[str], *, as_openmetrics: bool, also: Iterable[Collector] = ()) -> bytes:
+def render_named(
+    view: View,
+    names: Iterable[str],
+    *,
+    as_openmetrics: bool,
+    also: Iterable[Collector] = (),
+    series: Sequence[Series] = SERIES,
+) -> bytes:
     """Return the page with only the samples of these names (``name[]`` of a scrape), in one format, not gzipped."""
-    chosen = _registry(view, also).restricted_registry(names)
+    chosen = _registry(view, also, series).restricted_registry(names)
     return _as_openmetrics(chosen) if as_openmetrics else _as_text(chosen)
 
 
@@ -78,9 +86,9 @@ def _as_openmetrics(families: Collector) -> bytes:
     return page
 
 
-def _registry(view: View, also: Iterable[Collector]) -> CollectorRegistry:
+def _registry(view: View, also: Iterable[Collector], series: Sequence[Series]) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=True)  # for collectors of the library, which have no describe()
-    for collector in (ViewCollector(view), *also):
+    for collector in (ViewCollector(view, series), *also):
         registry.register(collector)
     return registry
 

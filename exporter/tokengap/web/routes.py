@@ -76,6 +76,28 @@ def make_app(serving: Serving) -> web.Application:
     return app
 
 
+async def scrape(serving: Serving, request: web.BaseRequest) -> web.Response:
+    """Answer a scrape with bytes that lie ready; only ``name[]`` is rendered on demand, in a thread."""
+    view, page = serving.view, serving.page
+    if view is None or page is None:
+        return _not_yet()
+    wanted = choose_format(request.headers.get("Accept", ""))
+    zipped = wants_gzip(request.headers.get("Accept-Encoding", ""))
+    names = request.query.getall("name[]", []) if request.query_string else []
+    if names:
+        as_openmetrics = wanted == "openmetrics"
+        render = partial(
+            render_named, view, names, as_openmetrics=as_openmetrics, also=serving.also, series=serving.series
+        )
+        body = await asyncio.to_thread(render)
+        body = compress(body) if zipped else body
+    elif wanted == "openmetrics":
+        body = page.openmetrics_gzip if zipped else page.openmetrics
+    else:
+        body = page.text_gzip if zipped else page.text
+    return web.Response(body=body, headers=_SCRAPE_HEADERS[wanted, zipped])
+
+
 class _Routes:
     """The handlers, over what is served."""
 
@@ -83,22 +105,8 @@ class _Routes:
         self._serving = serving
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Answer a scrape with bytes that lie ready; only ``name[]`` is rendered on demand, in a thread."""
-        view, page = self._serving.view, self._serving.page
-        if view is None or page is None:
-            return _not_yet()
-        wanted = choose_format(request.headers.get("Accept", ""))
-        zipped = wants_gzip(request.headers.get("Accept-Encoding", ""))
-        names = request.query.getall("name[]", []) if request.query_string else []
-        if names:
-            render = partial(render_named, view, names, as_openmetrics=wanted == "openmetrics", also=self._serving.also)
-            body = await asyncio.to_thread(render)
-            body = compress(body) if zipped else body
-        elif wanted == "openmetrics":
-            body = page.openmetrics_gzip if zipped else page.openmetrics
-        else:
-            body = page.text_gzip if zipped else page.text
-        return web.Response(body=body, headers=_SCRAPE_HEADERS[wanted, zipped])
+        """Answer a scrape."""
+        return await scrape(self._serving, request)
 
     async def page(self, _: web.Request) -> web.Response:
         """Answer with the live page. Its script shows the parts that belong to the path."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from prometheus_client import ProcessCollector
 from prometheus_client.registry import Collector
 
 from tokengap.bundle.site import Site
+from tokengap.series import SERIES
+from tokengap.series.declare import Series
 from tokengap.series.render import Page, render
 from tokengap.topology import Topology
 from tokengap.view import View
@@ -20,8 +22,9 @@ class Serving:
 
     ``telemetry_path`` is where the page of series is served. ``show_addresses`` shows clients' addresses in full in
     the JSON and on the live page; by default they are masked. ``also`` are collectors whose families follow ours on the
-    page of series; by default what the kernel says of this process (``process_*``). ``limit`` is how many requests are
-    answered at once. ``site``: the numbers in runbooks. ``watched``: hops, as they are drawn, and limits.
+    page of series; by default what the kernel says of this process (``process_*``). ``series`` are those on that page.
+    ``limit`` is how many requests are answered at once. ``site``: the numbers in runbooks. ``watched``: hops, as they
+    are drawn, and limits.
 
     To be used from one event loop. View and page change together, so no request sees halves of two beats.
     """
@@ -33,12 +36,14 @@ class Serving:
         show_addresses: bool = False,
         limit: int = 40,
         also: Iterable[Collector] | None = None,
+        series: Sequence[Series] = SERIES,
         site: Site | None = None,
         watched: Topology | None = None,
     ):
         self.telemetry_path = telemetry_path
         self.show_addresses = show_addresses
         self.limit = limit
+        self.series = series
         self.site = site or Site()
         self.watched = watched or Topology()
         self.history = History()
@@ -56,7 +61,7 @@ class Serving:
 
     async def render_and_publish(self, view: View) -> None:
         """Render the page of ``view`` in a worker thread, so that scrapes go on meanwhile, then publish both."""
-        self.publish(view, await asyncio.to_thread(render, view, self.also))
+        self.publish(view, await asyncio.to_thread(render, view, self.also, self.series))
 
     async def once_a_view(self, key: Hashable, make: Callable[[View], bytes]) -> bytes:
         """Return ``make(view)`` for the newest view, made in a worker thread and at most once a view.

@@ -7,10 +7,11 @@ from functools import partial
 from tokengap.bundle.boards.asking import ENGINE, EXPORTER, HOP, VERDICTS, Ask, lines, named, total
 from tokengap.bundle.boards.board import Board, Row, Tile, Word, watched
 from tokengap.bundle.watch import Panel, Query, longer_than
-from tokengap.series import engines, proxies, queue, streams, tokens
+from tokengap.series import admit, engines, proxies, queue, streams, tokens
 
 _panel = partial(Panel, "engine")
 
+_HOLDS = (Word(0, "no", "green"), Word(1, "yes", "orange"))
 _SEEN = (Word(0, "seen", "green"), Word(1, "not seen", "orange"))
 
 
@@ -27,6 +28,7 @@ def engine(ask: Ask) -> Board:
             _tokens(ask),
             _streams(ask),
             _proxies(ask),
+            _gateway(ask),
         ),
     )
 
@@ -202,6 +204,7 @@ def _requests(ask: Ask) -> Row:
                 width=16,
                 height=6,
             ),
+            _capacity(ask),
         ),
     )
 
@@ -376,4 +379,95 @@ def _proxies(ask: Ask) -> Row:
     )
 
 
+def _capacity(ask: Ask) -> Tile:
+    return Tile(
+        _panel(
+            title="Why not to fill free slots",
+            description="1 for each condition under which a free slot must not be given away: clients leave and their "
+            "streams run on, tokens are generated for nobody, slack is shorter than streams last.",
+            unit="none",
+            no_value="not known: nobody left, nothing was generated",
+            queries=lines(ask.once(ask.select(queue.FREE_CAPACITY_UNSAFE), *ENGINE, "reason"), "engine", "reason"),
+            drawing="state-timeline",
+        ),
+        width=24,
+        height=5,
+        words=_HOLDS,
+    )
+
+
+def _gateway(ask: Ask) -> Row:
+    return Row(
+        "The gateway that admits",
+        (
+            Tile(
+                _panel(
+                    title="Decisions",
+                    description="What the gateway decided, a second, by class. Refusals by age are what keeps the "
+                    "others' deadlines.",
+                    unit="reqps",
+                    no_value=_NO_GATEWAY,
+                    queries=lines(total(ask.rate(admit.ADMISSIONS), "class", "decision"), "class", "decision"),
+                ),
+            ),
+            Tile(
+                _panel(
+                    title="Waiting in the gateway",
+                    description="Requests that wait for a slot, by class, and the age of the oldest of them.",
+                    unit="short",
+                    no_value=_NO_GATEWAY,
+                    queries=(
+                        named(total(ask.select(admit.ADMIT_WAITING), "class"), "requests", "class"),
+                        named(ask.once(ask.select(admit.ADMIT_QUEUE_AGE), "class"), "seconds", "class"),
+                    ),
+                ),
+            ),
+            Tile(
+                _panel(
+                    title="Expected start",
+                    description="In how many seconds a request that came now would start. Past the age cut it is "
+                    "refused.",
+                    unit="s",
+                    no_value="no stream has ended yet, or there is no gateway",
+                    queries=lines(ask.once(ask.select(admit.ADMIT_EXPECTED_START), "class"), "class"),
+                    thresholds=(longer_than(ask.site.age_cut),),
+                ),
+            ),
+            Tile(
+                _panel(
+                    title="What takes the slots",
+                    description="Slots of each engine by what they are taken by. Cancelling, closing, draining and "
+                    "held are streams whose client left.",
+                    unit="short",
+                    no_value=_NO_GATEWAY,
+                    queries=lines(ask.once(ask.select(admit.ADMIT_SLOTS), *ENGINE, "state"), "engine", "state"),
+                ),
+            ),
+            Tile(
+                _panel(
+                    title="How it decides",
+                    description="1 for the mode that the gateway is in: by age, or busy, which is the rollback. And "
+                    "whether engines take its connections.",
+                    unit="short",
+                    no_value=_NO_GATEWAY,
+                    queries=(
+                        named(ask.once(ask.select(admit.ADMIT_MODE), "mode"), "mode", "mode"),
+                        named(ask.once(ask.select(admit.ADMIT_ENGINE_UP), *ENGINE), "takes connections:"),
+                    ),
+                ),
+            ),
+            Tile(
+                _panel(
+                    title="Moves of streams",
+                    description="From one state to the next, a second, by event. docs/admit.md has the table.",
+                    unit="cps",
+                    no_value=_NO_GATEWAY,
+                    queries=lines(total(ask.rate(admit.ADMIT_MOVES), "before", "event", "after"), "before", "event"),
+                ),
+            ),
+        ),
+    )
+
+
+_NO_GATEWAY = "no gateway is asked: --admit"
 _NOT_ASKED = "no proxy is asked: --haproxy-socket, --envoy-admin, --nginx-status"

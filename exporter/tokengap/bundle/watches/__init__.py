@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import Watch
-from tokengap.bundle.watches import budgets, clients, engines, gpus, itself, orphans, queue
+from tokengap.bundle.watches import admission, budgets, clients, engines, gpus, itself, orphans, queue
 
 Make: TypeAlias = Callable[[Site], Watch]
 
@@ -19,6 +19,7 @@ SUBJECTS: Final[Mapping[str, tuple[Make, ...]]] = {
     "clients": clients.WATCHES,
     "budgets": budgets.WATCHES,
     "engines": engines.WATCHES,
+    "admission": admission.WATCHES,
     "gpus": gpus.WATCHES,
     "itself": itself.WATCHES,
 }

@@ -1,0 +1,1 @@
+"""The admission gateway: who is admitted, and the proxy that does it."""
