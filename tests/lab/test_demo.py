@@ -33,11 +33,12 @@ async def test_it_ends_by_itself_and_tells_the_truth():
     """With --for and --json: one object, the names of the article in both halves, and they agree."""
     ran = await tokengap("demo", "--for", "8s", "--port", 0, "--json", within=60)
     assert ran.code == 0, ran
-    assert list(ran.json) == ["truth", "measured", "error_ratio", "passed"]
+    assert list(ran.json) == ["truth", "measured", "error_ratio", "passed", "users"]
     truth, measured = ran.json["truth"], ran.json["measured"]
     assert set(ARTICLE) <= truth.keys() == measured.keys()
     assert truth["tokens_out_total"] == measured["tokens_out_total"] > 0
     assert ran.json["passed"], ran
+    assert ran.json["users"]["served"] > 0
 
 
 async def test_a_taken_port_is_said_in_one_line():

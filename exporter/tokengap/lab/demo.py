@@ -26,7 +26,7 @@ from tokengap.lab import progress
 from tokengap.lab.batching import Knobs
 from tokengap.lab.drill import BEATS_AT_REST, READ_EVERY, LabWitness, rest
 from tokengap.lab.parts import LOOPBACK, free_port, taken
-from tokengap.lab.report import Report, bar, measured
+from tokengap.lab.report import Report, bar, became_of, measured
 from tokengap.lab.scrape import Exporter, Scrape
 from tokengap.lab.stage import Plan, beside, lab_parts, ports, read_through, run, staged
 from tokengap.lab.truth import EngineControl
@@ -63,7 +63,7 @@ class Demo:
         await rest(witness, self.scrapes)
         self.scrapes.append(await exporter.beats(BEATS_AT_REST))
         truth = await witness.truth(self.outcomes, self.scrapes)
-        return Report(truth, measured(self.scrapes), bar(streamed=False))
+        return Report(truth, measured(self.scrapes), bar(streamed=False), users=became_of(self.outcomes))
 
     async def _visit(self, visit: Visit) -> None:
         self.here.add(visit)
