@@ -6,7 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
-DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "tokengap.service"
 NETNS = DEPLOY / "tokengap.service.d" / "netns.conf"
 CONFIG = DEPLOY / "tokengap.yaml"
