@@ -13,11 +13,16 @@ from deploy.unit import ROOT
 
 @pytest.fixture(scope="session")
 def installed(built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of an environment with the wheel and what it asks for, in the versions that are pinned."""
+    """The folder of programs of an environment with the wheel."""
     environment = tmp_path_factory.mktemp("installed")
-    uv(f"venv --clear --python {sys.executable} {environment}")
-    uv(f"pip install --python {environment / 'bin' / 'python'} --constraints {ROOT / 'requirements.txt'} {built.wheel}")
+    install(built.wheel, environment)
     return environment / "bin"
+
+
+def install(wheel: Path, environment: Path) -> None:
+    """Make an environment with a wheel and what that asks for, in the versions that are pinned, and nothing else."""
+    uv(f"venv --clear --python {sys.executable} {environment}")
+    uv(f"pip install --python {environment / 'bin' / 'python'} --constraints {ROOT / 'requirements.txt'} {wheel}")
 
 
 def uv(arguments: str) -> str:
