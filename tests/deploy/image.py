@@ -42,3 +42,6 @@ def stages() -> list[Stage]:
         elif name:
             found[-1].instructions.append((name, arguments))
     return found
+
+
+BUILD, FINAL = stages()

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import yaml
 
-from deploy.image import DOCKERFILE, stages
+from deploy.image import DOCKERFILE, FINAL
 from deploy.unit import DEPLOY, ROOT
 from tokengap import __version__
 from tokengap.lab.pager import PORT
@@ -52,7 +52,7 @@ def test_images_are_pinned(services):
 def test_each_has_a_health_check_and_nothing_waits_for_one_that_has_not(services):
     """The demo has its image's."""
     checked = {name for name, service in services.items() if service.get("healthcheck")}
-    assert stages()[-1].only("HEALTHCHECK")
+    assert FINAL.only("HEALTHCHECK")
     assert checked == services.keys() - {"demo"}
 
 

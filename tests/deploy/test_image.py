@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from deploy.conftest import install
-from deploy.image import DOCKERFILE, stages
+from deploy.image import BUILD, DOCKERFILE, FINAL
 from deploy.unit import CONFIG, ROOT
 from tokengap.lab.parts import LOOPBACK, Part, free_port, running
 
 pytestmark = pytest.mark.e2e
 
-BUILD, FINAL = stages()
+
 USER, GROUP = FINAL.only("USER").split(":")
 
 #: As the container's user, whatever the image's own capabilities are: with none.
