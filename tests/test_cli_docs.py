@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -23,18 +24,20 @@ What `--help` says, command by command. Settings can also stand in the environme
 
 def page() -> str:
     """Return the whole document."""
-    with click.Context(main, info_name="tokengap", **main.context_settings) as above:
-        sections = [_section("tokengap", main, above)]
-        for name in main.list_commands(above):
-            command = main.get_command(above, name)
-            with click.Context(command, parent=above, info_name=name) as context:
-                sections.append(_section(f"tokengap {name}", command, context))
-    return "\n".join([HEAD, *sections])
+    with click.Context(main, info_name="tokengap", **main.context_settings) as context:
+        return "\n".join([HEAD, *_sections(context)])
 
 
-def _section(title: str, command: click.Command, context: click.Context) -> str:
+def _sections(context: click.Context) -> Iterator[str]:
+    """Yield a command's section, and those of the commands below it."""
+    command = context.command
     context.terminal_width = 110
-    return f"## {title}\n\n```text\n{command.get_help(context)}\n```\n"
+    yield f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            with click.Context(below, context, name, **below.context_settings) as inner:
+                yield from _sections(inner)
 
 
 def test_golden_every_command_is_in_the_documentation():
