@@ -30,6 +30,10 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp requirements-dev.txt
 run: $(VENV)/run.stamp ## set up and run the exporter on the embedded lab
 	@exec $(BIN)/tokengap demo
 
+.PHONY: demo-stack
+demo-stack: $(VENV)/run.stamp ## the demo, with a Prometheus and an Alertmanager (Debian's) that watch it
+	@exec $(BIN)/python -m tokengap.lab.stack
+
 .PHONY: parts
 parts: ## the real programs that tests start: nginx, HAProxy, Prometheus (Debian)
 	@.ci/parts

@@ -1,5 +1,8 @@
-"""What every test runs under, and NVIDIA's library for those of the GPUs, as our own stand-in for it."""
+"""What every test runs under, what is shipped, and NVIDIA's library for tests of GPUs, as our own stand-in for it."""
 
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,30 @@ from tokengap.lab.nvml.profiles import H100
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What is uploaded for a release."""
+
+    wheel: Path
+    sdist: Path
+
+
+def build(source: Path, out: Path) -> Built:
+    """Build a source tree as it is released."""
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(out)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return Built(wheel, sdist)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return build(ROOT, tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="session")

@@ -148,12 +148,9 @@ def test_no_folder():
     assert refusal(run()) == "tokengap bundle: Missing option '--out'."
 
 
-def test_from_the_wheel(tmp_path: Path):
+def test_from_the_wheel(built, tmp_path: Path):
     """The wheel holds the templates: it writes what the repository writes, without the repository."""
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "installed")
     where = "import tokengap.bundle; print(tokengap.bundle.__file__)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ SELECTION = (
     *("engines", "hops", "auto", "slots", "netns"),
     *("haproxy_socket", "envoy_admin", "nginx_status", "admit", "gpu", "dcgm"),
 )
+
+#: A link of the documentation's own; a terminal shows where it leads.
+_LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 
 class Value(click.ParamType[Any]):
@@ -49,7 +53,7 @@ def options(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def _option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return one setting as a flag. What it may look like is the settings' business, so click takes any text."""
-    meaning = setting.shape.meaning.replace("`", "")
+    meaning = _LINK.sub(r"docs/\2", setting.shape.meaning).replace("`", "")
     if setting.shape.many:
         return click.option(*setting.flags, setting.key, multiple=True, metavar=setting.metavar, help=meaning)
     meaning = f"{meaning}  [default: {setting.default}]"
