@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 
@@ -24,6 +25,8 @@ from tokengap.sources.proxies import proxy_source
 from tokengap.sources.sockets import Sockets
 from tokengap.topology import Topology
 from tokengap.view import View
+from tokengap.web.access import Access, followed, read_access
+from tokengap.web.guard import Guard
 from tokengap.web.routes import make_app
 from tokengap.web.server import Server, parse_listen
 from tokengap.web.serving import Serving
@@ -55,13 +58,14 @@ async def find(settings: Settings) -> tuple[Topology, Discovery | None]:
 
 @asynccontextmanager
 async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple[Server, Serving]]:
-    """Run an exporter while the block lasts. Raises SetupError when the address is taken."""
+    """Run an exporter while the block lasts. SettingsError: its web configuration; SetupError: the address is taken."""
     serving = Serving(telemetry_path=settings.telemetry_path, show_addresses=settings.show_addresses, watched=watched)
-    server = Server(make_app(serving))
-    await server.start(*parse_listen(settings.listen))
+    access = Access() if settings.web_config_file is None else read_access(Path(settings.web_config_file))
+    server = Server(make_app(serving), Guard(access))
+    await server.start(*parse_listen(settings.listen), access.tls)
     serving.site = site(settings, watched, server.url)
     try:
-        async with beating(settings, watched, serving.render_and_publish):
+        async with followed(access, server.take), beating(settings, watched, serving.render_and_publish):
             yield server, serving
     finally:
         await server.stop()

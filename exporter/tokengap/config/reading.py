@@ -34,8 +34,8 @@ AGE_CUT_SHARE: Final = 0.75
 _SERVICE_LINK = re.compile(r"TOKENGAP_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 
 #: ``make accept`` sets the second for this project's tests, which pass their environment on. ``tokengap health`` reads
-#: the third.
-_NO_SETTINGS: Final = frozenset({CONFIG_VARIABLE, "TOKENGAP_ACCEPT", "TOKENGAP_API_KEY"})
+#: the third, ``tokengap top`` the fourth.
+_NO_SETTINGS: Final = frozenset({CONFIG_VARIABLE, "TOKENGAP_ACCEPT", "TOKENGAP_API_KEY", "TOKENGAP_PASSWORD"})
 
 _BY_KEY: Final = {setting.key: setting for setting in SETTINGS}
 _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
@@ -120,7 +120,9 @@ def _value(shape: Shape, value: Any, place: Place) -> Any:
         return tuple(_one(shape, item, place.at(index)) for index, item in enumerate(items))
     if shape.many is Mapping:
         return {
-            _one(_NAMES, name, place.at(name)): _one(shape, item, place.at(name))
+            _one(Shape(shape.key, None, optional=False, meaning=""), name, place.at(name)): _one(
+                shape, item, place.at(name)
+            )
             for name, item in _pairs(shape, value, place)
         }
     return _one(shape, value, place)
@@ -131,15 +133,17 @@ def _one(shape: Shape, value: Any, place: Place) -> Any:
         return None
     try:
         if issubclass(shape.one, Struct):
-            return _struct(shape.one, shape.one.in_one_word(value) if isinstance(value, str) else value, place)
+            return structure(shape.one, shape.one.in_one_word(value) if isinstance(value, str) else value, place)
         if isinstance(value, list | dict):
             raise ValueError
         return shape.one.read(value)
     except ValueError:
-        raise SettingsError(f"{place} is {_shown(value)}; expected {_expected(shape)}") from None
+        shown = "***" if getattr(shape.one, "secret", False) else _shown(value)
+        raise SettingsError(f"{place} is {shown}; expected {_expected(shape)}") from None
 
 
-def _struct(kind: Any, value: Any, place: Place) -> Any:
+def structure(kind: Any, value: Any, place: Place) -> Any:
+    """Return a mapping of a file as the struct ``kind``. Raises SettingsError; ValueError where it is no mapping."""
     if not isinstance(value, dict):
         raise ValueError
     fields = {declared.encode_name: declared for declared in msgspec.structs.fields(kind)}
@@ -166,10 +170,6 @@ def _pairs(shape: Shape, value: Any, place: Place) -> Iterable[tuple[Any, Any]]:
             raise SettingsError(f"{place} is {_shown(word)}; expected {shape.expects}, and each name once")
         pairs[name] = item
     return pairs.items()
-
-
-#: The keys of mappings.
-_NAMES: Final = Shape(Name, None, optional=False, meaning="")
 
 
 def _expected(shape: Shape) -> str:

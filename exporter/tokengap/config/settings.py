@@ -20,6 +20,7 @@ from tokengap.config.values import (
     Balance,
     Count,
     Currency,
+    FilePath,
     GpuUuid,
     Listen,
     LogFormat,
@@ -193,6 +194,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     currency: Annotated[Currency, "The currency of `gpu_hour_price`."] = Currency("USD")
     listen: Annotated[Listen, "Where the page is served."] = Listen(":10788")
+    web_config_file: Annotated[
+        FilePath | None,
+        "TLS, users and their passwords, headers and rates, in the format of Prometheus' exporters; see "
+        "[web.md](web.md).",
+    ] = None
     telemetry_path: Annotated[PagePath, "The path of the series."] = PagePath("/metrics")
     show_addresses: Annotated[
         bool, "Show clients' addresses on the live page and in the JSON. They are masked otherwise."
@@ -242,27 +248,28 @@ class Shape:
     """A field's annotation, taken apart: what one value is, how many there are, whether none will do, what it means.
 
     ``one`` has ``read`` (a kind of :mod:`~tokengap.config.values`) or is one of the structs above. ``many`` is tuple,
-    Mapping (from names), or None for a single value.
+    Mapping, or None for a single value. ``key`` is the kind of a mapping's keys.
     """
 
     one: Any
     many: type[tuple[Any, ...]] | type[Mapping[Any, Any]] | None
     optional: bool
     meaning: str
+    key: Any = None
 
     @classmethod
     def of(cls, annotation: Any) -> Shape:
         """Take an annotation apart."""
-        meaning, optional, many = "", False, None
+        meaning, optional, many, key = "", False, None, None
         if get_origin(annotation) is Annotated:
             annotation, meaning = get_args(annotation)
         if get_origin(annotation) in (tuple, Mapping):
             many = get_origin(annotation)
-            annotation = get_args(annotation)[0 if many is tuple else 1]
+            key, annotation, *_ = (None, *get_args(annotation)) if many is tuple else get_args(annotation)
         if isinstance(annotation, UnionType):
             optional = True
             (annotation,) = (choice for choice in get_args(annotation) if choice is not NoneType)
-        return cls(Switch if annotation is bool else annotation, many, optional, meaning)
+        return cls(Switch if annotation is bool else annotation, many, optional, meaning, key)
 
     @property
     def expects(self) -> str:
@@ -294,6 +301,7 @@ _SINGULAR: Final = {"engines": "engine", "hops": "hop", "classes": "class", "adm
 #: The spellings of Prometheus' exporter-toolkit.
 _TOOLKIT_FLAGS: Final = {
     "listen": ("--web.listen-address",),
+    "web_config_file": ("--web.config.file",),
     "telemetry_path": ("--web.telemetry-path",),
     "log_level": ("--log.level",),
     "log_format": ("--log.format",),

@@ -282,6 +282,21 @@ class Amount(float):
         return f"{float(self):g}"
 
 
+class FilePath(str):
+    """A file of this host."""
+
+    __slots__ = ()
+    expects: ClassVar = "the path of a file"
+    metavar: ClassVar = "FILE"
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Read it."""
+        if not isinstance(value, str) or not value or not value.isprintable():
+            raise ValueError
+        return cls(value)
+
+
 class Currency(str):
     """The currency of a price."""
 
@@ -312,7 +327,7 @@ class Switch:
             raise ValueError from None
 
 
-class _Choice(str):
+class Choice(str):
     """One of a few words."""
 
     __slots__ = ()
@@ -326,7 +341,7 @@ class _Choice(str):
         return cls(value)
 
 
-class LogLevel(_Choice):
+class LogLevel(Choice):
     """From which level up is logged."""
 
     __slots__ = ()
@@ -335,7 +350,7 @@ class LogLevel(_Choice):
     metavar: ClassVar = "LEVEL"
 
 
-class LogFormat(_Choice):
+class LogFormat(Choice):
     """The form of a line in the log."""
 
     __slots__ = ()

@@ -27,7 +27,7 @@ from tokengap.config.flags import SELECTION, Value, options
 from tokengap.config.values import Url
 from tokengap.errors import SourceError
 from tokengap.top import feed as feeds
-from tokengap.top.feed import Feed
+from tokengap.top.feed import Feed, Login, tls
 from tokengap.top.screen import FILTERS, ORDER_KEYS, Shown, frame
 from tokengap.top.terminal import keys, resized
 from tokengap.topology import Endpoint
@@ -38,12 +38,23 @@ from tokengap.web.server import parse_listen
 #: How settings of a beat of one's own are given.
 _ALONE: Final = (*SELECTION, "interval", "deadline", "age_cut", "window", "prefill_budget", "show_addresses")
 
+#: The variable that may hold the password; on the command line others on this host would see it.
+PASSWORD_VARIABLE: Final = "TOKENGAP_PASSWORD"  # noqa: S105 - the name of a variable
+
 #: Streams that are shown where there is no screen to fill, and the width of a line.
 _ROWS, _WIDTH = 50, 120
 
 
 @click.command(short_help="Show streams, engines and what leaks in this terminal.")
 @click.option("--url", type=Value(Url), help="An exporter that runs. [default: this host's, unless engines are named]")
+@click.option("--user", metavar="NAME", help=f"A user of that exporter; the password is in {PASSWORD_VARIABLE}, or:")
+@click.option("--password-file", type=click.Path(path_type=Path), help="A file with the password.")
+@click.option(
+    "--ca-file",
+    type=click.Path(path_type=Path),
+    help="The authority of its certificate. [default: those of this system]",
+)
+@click.option("--cert-file", type=click.Path(path_type=Path), help="Your certificate and its key, in one file.")
 @click.option("--sort", type=click.Choice(ORDERS), default="cost", show_default=True, help="The order of streams.")
 @click.option(
     "--client", "clients", type=click.Choice(list(FILTERS)), default="all", show_default=True, help="Whose streams."
@@ -54,6 +65,10 @@ _ROWS, _WIDTH = 50, 120
 @options(*_ALONE)
 def top(
     url: str | None,
+    user: str | None,
+    password_file: Path | None,
+    ca_file: Path | None,
+    cert_file: Path | None,
     sort: str,
     clients: str,
     rows: int | None,
@@ -67,18 +82,37 @@ def top(
     \b
     tokengap top                                    the exporter on this host
     tokengap top --url http://proxy-3:10788         one elsewhere
+    tokengap top --url https://proxy-3:10788 --ca-file ca.crt --user alice
     tokengap top --engine http://127.0.0.1:8000     no exporter: reads this host itself
     tokengap top --once --json | jq .troubles       for scripts
     """
     settings = load(config, os.environ, flags)
     if url is not None and any(flags.values()):
         raise click.UsageError("--url names an exporter, which has settings of its own: leave the others out")
+    login = Login(user, _password(user, password_file), tls(ca_file, cert_file))
     want = Wanted(sort, FILTERS[clients], _ROWS if rows is None else rows)
     logs.configure("error", settings.log_format)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr] # a terminal that has no such letters
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH, highlight=False)
     with suppress(BrokenPipeError):  # whoever read has seen enough
-        asyncio.run(_top(_feed(url, settings), console, Plan(want, rows, once, as_json)))
+        asyncio.run(_top(_feed(url, login, settings), console, Plan(want, rows, once, as_json)))
+
+
+def _password(user: str | None, file: Path | None) -> str:
+    """Return the password of a user, "" where there is no user. UsageError where there is none or it cannot be read."""
+    if user is None:
+        if file is not None:
+            raise click.UsageError("--password-file without a --user")
+        return ""
+    if file is None:
+        if PASSWORD_VARIABLE not in os.environ:
+            raise click.UsageError(f"--user needs a password: in {PASSWORD_VARIABLE}, or in the file --password-file")
+        return os.environ[PASSWORD_VARIABLE]
+    try:
+        return file.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text"
+        raise click.UsageError(f"--password-file {file} cannot be read: {why}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +126,13 @@ class Plan:
 
 
 @asynccontextmanager
-async def _feed(url: str | None, settings: Settings) -> AsyncIterator[Feed]:
+async def _feed(url: str | None, login: Login, settings: Settings) -> AsyncIterator[Feed]:
     if url is None and (settings.engines or settings.auto):
         async with feeds.alone(settings) as feed:
             yield feed
     else:
         host, port = parse_listen(settings.listen)
-        async with feeds.remote(url or f"http://{Endpoint(host or '127.0.0.1', port)}") as feed:
+        async with feeds.remote(url or f"http://{Endpoint(host or '127.0.0.1', port)}", login) as feed:
             yield feed
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
 from typing import Final, Protocol
 
 import aiohttp
 import msgspec
 
 from tokengap.config import Settings
-from tokengap.errors import SourceRefused, SourceTimeout, SourceUnusable
+from tokengap.errors import SettingsError, SourceRefused, SourceTimeout, SourceUnusable
+from tokengap.health.access import tls_context
 from tokengap.logs import without_secrets
 from tokengap.serve import beating, find
 from tokengap.topology import Topology
@@ -36,6 +41,28 @@ class Feed(Protocol):
         """Return what there is to show now. SourceError when there is nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Login:
+    """What opens an exporter: a user with a password, and TLS where it is not checked as this system does."""
+
+    user: str | None = None
+    password: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = None
+
+
+def tls(ca_file: Path | None, cert_file: Path | None) -> ssl.SSLContext | None:
+    """Return what trusts an authority (None: those of this system) and shows a certificate. Raises SettingsError."""
+    if cert_file is None:
+        return tls_context(ca_file, verify=True)
+    context = tls_context(ca_file, verify=True) or ssl.create_default_context()
+    try:
+        context.load_cert_chain(cert_file, password="")  # or OpenSSL would ask for one
+    except OSError as error:  # SSLError is one
+        why = "no certificate with its key in it" if isinstance(error, ssl.SSLError) else error.strerror
+        raise SettingsError(f"--cert-file {cert_file} cannot be used: {why}") from None
+    return context
+
+
 class Remote:
     """An exporter that runs, at its URL."""
 
@@ -51,13 +78,17 @@ class Remote:
                 body = await answer.read()
         except TimeoutError as error:
             raise SourceTimeout(f"{self.name} has not answered within {PATIENCE:g} s") from error
+        except aiohttp.ClientSSLError as error:
+            raise SourceUnusable(f"no TLS with {self.name} (--ca-file names its authority): {_why(error)}") from error
         except aiohttp.ClientConnectorError as error:
             number = error.os_error.errno or 0  # below 0 where the name does not resolve
             why = os.strerror(number) if number > 0 else str(error.os_error.strerror or error.os_error)
             raise SourceRefused(f"no exporter answers at {self.name}: {why.lower()}") from error
         except aiohttp.ClientError as error:
             raise SourceUnusable(f"{self.name} does not answer: {type(error).__name__}") from error
-        if answer.status == 503:
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            raise SourceUnusable(f"{self.name} wants a --user and the right password")
+        if answer.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
             raise SourceUnusable(f"{self.name} says: {' '.join(body.decode(errors='replace').split())[:200]}")
         try:
             return msgspec.json.decode(body, type=Now)
@@ -65,6 +96,12 @@ class Remote:
             raise SourceUnusable(
                 f"{self.name} does not answer as an exporter of this version does (status {answer.status})"
             ) from error
+
+
+def _why(error: aiohttp.ClientSSLError) -> str:
+    """Return what OpenSSL says of a certificate or of a handshake."""
+    cause = error.__cause__
+    return str(getattr(cause, "verify_message", None) or getattr(cause, "reason", None) or type(error).__name__)
 
 
 class Alone:
@@ -93,9 +130,14 @@ class Alone:
 
 
 @asynccontextmanager
-async def remote(url: str) -> AsyncIterator[Feed]:
+async def remote(url: str, login: Login) -> AsyncIterator[Feed]:
     """Ask an exporter while the block lasts."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)) as session:
+    auth = login.user is not None and aiohttp.encode_basic_auth(login.user, login.password, encoding="utf-8")
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=True if login.tls is None else login.tls),
+        headers={"Authorization": auth} if auth else {},
+        timeout=aiohttp.ClientTimeout(total=PATIENCE),
+    ) as session:
         yield Remote(url, session)
 
 

@@ -40,13 +40,6 @@ _SCRAPE_HEADERS = {
     for zipped in (False, True)
 }
 
-_SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
-
 
 def make_app(serving: Serving) -> web.Application:
     """Return the web application that shows what is published to ``serving``.
@@ -56,7 +49,6 @@ def make_app(serving: Serving) -> web.Application:
     """
     routes, limited = _Routes(serving), _Limit(serving.limit).limited
     app = web.Application()
-    app.on_response_prepare.append(_secure)
     app.router.add_get(serving.telemetry_path, limited(routes.metrics))
     for path in PAGES:
         if path != serving.telemetry_path:
@@ -238,7 +230,3 @@ def _not_yet() -> web.Response:
 
 def _unavailable(reason: str) -> web.Response:
     return web.Response(status=503, text=reason + "\n", headers={"Retry-After": "1"})
-
-
-async def _secure(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers.update(_SECURITY_HEADERS)

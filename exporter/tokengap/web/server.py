@@ -1,19 +1,39 @@
-"""The listening server around the application: where it listens, and that it can be stopped."""
+"""The listening server around the application: where it listens, to how many, and that it can be stopped."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from ipaddress import ip_address
+from typing import Any, Final
 
 from aiohttp import web
 
 from tokengap.errors import SettingsError, SetupError
 from tokengap.topology import Endpoint
+from tokengap.web.access import Access, Tls
+from tokengap.web.guard import Guard
+
+log = logging.getLogger(__name__)
 
 #: Seconds an idle connection is kept. Longer than the usual scrape intervals, so that a scraper need not connect anew.
-KEEP_ALIVE = 150.0
+KEEP_ALIVE: Final = 150.0
 
 #: Seconds that requests in progress get when the server stops.
-STOP_DEADLINE = 2.0
+STOP_DEADLINE: Final = 2.0
+
+#: Connections at once. One more takes the place of the one that has done nothing for longest.
+MOST_CONNECTIONS: Final = 256
+
+#: Seconds for a handshake of TLS, and for the rest of a request whose answer has been sent.
+HANDSHAKE_DEADLINE: Final = 10.0
+LINGER: Final = 1.0
+
+#: Bytes of the request line and of one header field, and how many fields there may be: 256 KiB for a whole header.
+MOST_BYTES: Final = 8190
+MOST_FIELDS: Final = 32
 
 
 def parse_listen(text: str) -> tuple[str | None, int]:
@@ -28,34 +48,157 @@ def parse_listen(text: str) -> tuple[str | None, int]:
     raise SettingsError(f"listen: {text!r} is no address to listen on; expected [HOST]:PORT, such as :10788")
 
 
+class Connection(web.RequestHandler):
+    """A connection whose errors tell the client nothing, and the log nothing about the client."""
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, guard: Guard, *arguments: Any, **limits: Any) -> None:
+        super().__init__(*arguments, **limits)
+        self._guard = guard
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002 - aiohttp's signature; it quotes what was sent
+    ) -> web.StreamResponse:
+        """Return one line and close. A failure of ours is logged with where it happened, and without who asked."""
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("an answer failed: a bug", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the answer has been sent already")
+        answer = web.Response(status=status, text=HTTPStatus(status).phrase.lower() + "\n")
+        self._guard.secure(answer.headers)
+        answer.force_close()
+        return answer
+
+
+class _Refused(asyncio.Protocol):
+    """A connection for which there is no place."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """End it."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
 class Server:
-    """An application that listens. ``start`` and ``stop`` are each called once."""
+    """An application that listens, behind a guard. ``start`` and ``stop`` are each called once."""
 
-    def __init__(self, app: web.Application):
-        # aiohttp's own limits hold for each request: 8 KiB for the request line and for each header field, 128 fields.
-        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEP_ALIVE, shutdown_timeout=STOP_DEADLINE)
+    def __init__(self, app: web.Application, guard: Guard | None = None):
+        self._guard = guard or Guard()
+        self._busy: set[web.RequestHandler] = set()
+        app.middlewares.extend((self._work, self._guard.admit))
+        app.on_response_prepare.append(self._secure)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_DEADLINE)
+        self._bound: asyncio.Server | None = None
+        self._listening: list[asyncio.Server] = []
+        self._tls: Tls | None = None
 
-    async def start(self, host: str | None, port: int) -> None:
+    async def start(self, host: str | None, port: int, tls: Tls | None = None) -> None:
         """Listen on ``host`` (None: every address) and ``port`` (0: one that is free). Raises SetupError."""
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            loop = asyncio.get_running_loop()
+            self._bound = await loop.create_server(_Refused, host, port, start_serving=False)
+            await self._listen(tls)
         except OSError as error:
-            await self._runner.cleanup()
+            await self.stop()
             raise SetupError(f"cannot listen on {Endpoint(host or None, port)}: {error.strerror or error}") from error
+
+    async def take(self, access: Access) -> None:
+        """Go by this from now on. With other TLS all connect anew, none is refused meanwhile. OSError: not taken."""
+        if access.tls != self._tls:
+            await self._listen(access.tls)
+            for connection in self._connections:
+                self._close(connection)
+        self._guard.take(access)
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        port: int = self._runner.addresses[0][1]
-        return port
+        return self._address[1]
 
     @property
     def url(self) -> str:
         """Where a person on this host finds it."""
-        host: str = self._runner.addresses[0][0]
-        return f"http://{Endpoint('localhost' if ip_address(host).is_unspecified else host, self.port)}"
+        host, port = self._address
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{Endpoint('localhost' if ip_address(host).is_unspecified else host, port)}"
 
     async def stop(self) -> None:
         """Stop listening, let requests in progress end, close all connections."""
+        for server in (*self._listening, *([self._bound] if self._bound else [])):
+            server.close()
         await self._runner.cleanup()
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        assert self._bound is not None
+        host, port, *_ = self._bound.sockets[0].getsockname()
+        return host, port
+
+    @property
+    def _connections(self) -> list[web.RequestHandler]:
+        """All connections, the oldest first."""
+        return self._runner.server.connections if self._runner.server is not None else []
+
+    async def _listen(self, tls: Tls | None) -> None:
+        """Accept connections with this TLS in place of the one before.
+
+        The sockets that are bound stay as they are, and each time copies of them are listened to: who connects between
+        two of them waits in the kernel.
+        """
+        assert self._bound is not None
+        loop = asyncio.get_running_loop()
+        secured: dict[str, Any] = (
+            {} if tls is None else {"ssl": tls.context, "ssl_handshake_timeout": HANDSHAKE_DEADLINE}
+        )
+        listening = [
+            await loop.create_server(self._connection, sock=bound.dup(), backlog=128, **secured)
+            for bound in self._bound.sockets
+        ]
+        for server in self._listening:
+            server.close()
+        self._listening, self._tls = listening, tls
+
+    def _connection(self) -> asyncio.Protocol:
+        """Return what speaks with a new connection."""
+        if len(self._connections) >= MOST_CONNECTIONS:
+            idle = next((one for one in self._connections if one not in self._busy), None)
+            if idle is None:
+                return _Refused()
+            self._close(idle)
+        return Connection(
+            self._guard,
+            self._runner.server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,
+            keepalive_timeout=KEEP_ALIVE,
+            lingering_time=LINGER,
+            max_line_size=MOST_BYTES,
+            max_field_size=MOST_BYTES,
+            max_headers=MOST_FIELDS,
+        )
+
+    def _close(self, connection: web.RequestHandler) -> None:
+        """Close a connection, after the answer that it waits for."""
+        if connection in self._busy:
+            connection.close()
+        else:
+            connection.force_close()
+
+    @web.middleware
+    async def _work(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        self._busy.add(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            self._busy.discard(request.protocol)
+
+    async def _secure(self, _: web.Request, response: web.StreamResponse) -> None:
+        self._guard.secure(response.headers)

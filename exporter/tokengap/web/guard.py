@@ -1,0 +1,149 @@
+"""What stands before every route: the rate, the password, the headers of every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Final, TypeAlias
+
+import bcrypt
+from aiohttp import BasicAuth, web
+from multidict import CIMultiDict
+
+from tokengap.config.web import RateSettings
+from tokengap.web.access import Access
+
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+#: What tells only whether this process answers, and is asked by those who have no password: a kubelet, a balancer.
+OPEN: Final = frozenset(("/-/healthy", "/-/ready"))
+
+#: Passwords that wait to be hashed. One takes some 50 ms of a core, and they are hashed one after the other.
+MOST_WAITING: Final = 16
+
+#: Passwords that were right and are not hashed again.
+MOST_REMEMBERED: Final = 100
+
+#: Bytes of a password that bcrypt looks at; others pass over the rest as well.
+_BCRYPT_BYTES: Final = 72
+
+_HEADERS: Final[Mapping[str, str]] = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Server": "tokengap",  # not which version of Python and of which library
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "deny",
+}
+
+
+class Guard:
+    """Lets through who may ask. What it goes by is changed with :meth:`take` while it stands."""
+
+    def __init__(self, access: Access | None = None) -> None:
+        self.take(access or Access())
+
+    def take(self, access: Access) -> None:
+        """Go by this from now on."""
+        self._passwords = Passwords(access.users) if access.users else None
+        self._bucket = None if access.rate is None else Bucket(access.rate)
+        self._headers = {name: value for name, value in {**_HEADERS, **access.headers}.items() if value}
+
+    def secure(self, headers: CIMultiDict[str]) -> None:
+        """Put what every answer has into the headers of one."""
+        headers.update(self._headers)
+
+    @web.middleware
+    async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer, or refuse: 429 too often, 401 without the password, 503 while too many passwords are looked at."""
+        if request.path in OPEN:
+            return await handler(request)
+        if self._bucket is not None and not self._bucket.take(time.monotonic()):
+            return _refused(HTTPStatus.TOO_MANY_REQUESTS, "too many requests; try again", {"Retry-After": "1"})
+        if self._passwords is not None:
+            try:
+                known = await self._passwords.right(request.headers.get("Authorization", ""))
+            except Busy:
+                return _refused(
+                    HTTPStatus.SERVICE_UNAVAILABLE, "too many passwords to look at; try again", {"Retry-After": "1"}
+                )
+            if not known:
+                challenge = {"WWW-Authenticate": 'Basic realm="tokengap", charset="UTF-8"'}
+                return _refused(HTTPStatus.UNAUTHORIZED, "a user and a password are needed", challenge)
+        return await handler(request)
+
+
+class Busy(Exception):
+    """As many passwords wait as may."""
+
+
+class Passwords:
+    """The users and their passwords.
+
+    Hashing is made to be slow, so a password that was right is remembered: as a digest with a key of this process, with
+    which nobody can do anything elsewhere. For a user that there is none, a hash is computed all the same: how long an
+    answer takes does not tell who is a user.
+    """
+
+    def __init__(self, users: Mapping[str, bytes]) -> None:
+        self._users = users
+        self._decoy = next(iter(users.values()))
+        self._key = secrets.token_bytes(32)
+        self._remembered: OrderedDict[bytes, None] = OrderedDict()
+        self._one_at_a_time = asyncio.Lock()
+        self._waiting = 0
+
+    async def right(self, authorization: str) -> bool:
+        """Return whether a header names a user with the right password. Raises Busy."""
+        try:
+            user, password, _ = BasicAuth.decode(authorization, encoding="utf-8")
+        except ValueError:
+            return False
+        # A user's name has no NUL (it would not be printable), so the parts cannot be shifted.
+        digest = hashlib.blake2b(f"{user}\0{password}".encode(), key=self._key).digest()
+        if digest in self._remembered:
+            self._remembered.move_to_end(digest)
+            return True
+        if self._waiting >= MOST_WAITING:
+            raise Busy
+        self._waiting += 1
+        try:
+            async with self._one_at_a_time:
+                hashed = self._users.get(user, self._decoy)
+                fits = await asyncio.to_thread(bcrypt.checkpw, password.encode()[:_BCRYPT_BYTES], hashed)
+        finally:
+            self._waiting -= 1
+        if not fits or user not in self._users:
+            return False
+        self._remembered[digest] = None
+        while len(self._remembered) > MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
+        return True
+
+
+class Bucket:
+    """A bucket of tokens: as many as ``burst``, one more each ``interval``; every request takes one."""
+
+    def __init__(self, rate: RateSettings) -> None:
+        self._interval, self._burst = float(rate.interval), int(rate.burst)
+        self._tokens, self._at = float(rate.burst), 0.0
+
+    def take(self, now: float) -> bool:
+        """Take a token at this time (monotonic seconds). Return whether there was one."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) / self._interval)
+        self._at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+def _refused(status: HTTPStatus, reason: str, headers: Mapping[str, str]) -> web.Response:
+    return web.Response(status=status, text=reason + "\n", headers={**headers, "Cache-Control": "no-store"})
