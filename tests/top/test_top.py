@@ -14,21 +14,30 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import bcrypt
 import msgspec
 import pytest
 
 from series.example import rich_view
 from test_end_to_end import watched
+from tokengap.cli import main
+from tokengap.errors import SourceError
 from tokengap.lab.batching import Knobs
 from tokengap.lab.parts import free_port
 from tokengap.lab.users import User, Visit
 from tokengap.series.render import render
+from tokengap.top.feed import Login, remote, tls
 from tokengap.topology import Hop, Topology
 from tokengap.view import View
-from tokengap.web.now import Now
+from tokengap.web.access import Access, read_access
+from tokengap.web.guard import Guard
+from tokengap.web.now import Now, Wanted
 from tokengap.web.routes import make_app
 from tokengap.web.server import Server
 from tokengap.web.serving import Serving
+from web.certificates import certificates
+
+__all__ = ["certificates"]
 
 pytestmark = pytest.mark.e2e
 
@@ -39,13 +48,14 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 
 @asynccontextmanager
-async def shown(view: View) -> AsyncIterator[tuple[Serving, str]]:
-    """An exporter that shows a view, and its address."""
+async def shown(view: View, access: Access | None = None) -> AsyncIterator[tuple[Serving, str]]:
+    """An exporter that shows a view to who may ask, and its address."""
     watched = Topology(hops=(Hop("edge", (), ("admit",)), Hop("admit", (), ("worker",))))
     serving = Serving(also=(), watched=watched)
     serving.publish(view, render(view))
-    server = Server(make_app(serving))
-    await server.start("127.0.0.1", 0)
+    access = access or Access()
+    server = Server(make_app(serving), Guard(access))
+    await server.start("127.0.0.1", 0, access.tls)
     try:
         yield serving, server.url
     finally:
@@ -117,6 +127,60 @@ async def test_what_cannot_be_shown_is_one_line():
     assert elsewhere[0] == both[0] == 2
     assert elsewhere[2].endswith("does not answer as an exporter of this version does (status 404)\n")
     assert "leave the others out" in both[2]
+
+
+async def test_an_exporter_that_asks_who_you_are(certificates: Path, tmp_path: Path):
+    """With authority, certificate, user and password it shows; where one is missing or wrong, one line says which."""
+    hashed = bcrypt.hashpw(b"hunter2", bcrypt.gensalt(4)).decode()
+    file = certificates / "top.yml"
+    file.write_text(
+        "tls_server_config: {cert_file: server.crt, key_file: server.key, client_ca_file: ca.crt, "
+        f"client_auth_type: RequireAndVerifyClientCert}}\nbasic_auth_users: {{alice: '{hashed}'}}"
+    )
+    password = tmp_path / "password"
+    password.write_text("hunter2\n")
+    (tmp_path / "mine.pem").write_text(
+        "".join((certificates / f"client.{part}").read_text() for part in ("crt", "key"))
+    )
+    async with shown(rich_view(), read_access(file)) as (_, url):
+
+        async def refused(user: str | None, password: str, authority: str | None, mine: str | None) -> str:
+            context = tls(authority and certificates / authority, mine and tmp_path / mine)
+            with pytest.raises(SourceError) as error:
+                async with remote(url, Login(user, password, context)) as feed:
+                    await feed.now(Wanted())
+            return str(error.value)
+
+        wants = f"{url} wants a --user and the right password"
+        assert await refused("alice", "hunter3", "ca.crt", "mine.pem") == wants
+        assert await refused(None, "", "ca.crt", "mine.pem") == wants
+        assert (await refused("alice", "hunter2", "ca.crt", None)).startswith(f"{url} ends the connection")
+        assert "(--ca-file names its authority): self-signed certificate" in await refused(
+            "alice", "hunter2", None, None
+        )
+        files = ("--ca-file", str(certificates / "ca.crt"), "--cert-file", str(tmp_path / "mine.pem"))
+        code, out, err = await ran("--once", "--url", url, *files, "--user", "alice", "--password-file", str(password))
+    assert (code, err) == (0, "")
+    assert "edge ▲ leaks: 1 held" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--user", "alice"), "--user needs a password: in TOKENGAP_PASSWORD, or in the file --password-file"),
+        (("--password-file", "x"), "--password-file without a --user"),
+        (("--user", "a", "--password-file", "/no/such"), "--password-file /no/such cannot be read: No such file"),
+        (("--ca-file", "/no/such"), "--ca-file /no/such cannot be used: No such file"),
+        (("--cert-file", "/dev/null"), "--cert-file /dev/null cannot be used: no certificate"),
+    ],
+)
+def test_a_login_that_cannot_be(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]):
+    """What is missing or cannot be read is one line and code 2."""
+    with pytest.raises(SystemExit) as ended:
+        main([*TOP[3:], *arguments])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 @pytest.mark.long

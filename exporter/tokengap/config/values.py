@@ -385,7 +385,7 @@ class Sign(str):
         return klass, by, value
 
 
-class AdmitMode(_Choice):
+class AdmitMode(Choice):
     """How the gateway decides."""
 
     __slots__ = ()
@@ -394,7 +394,7 @@ class AdmitMode(_Choice):
     metavar: ClassVar = "MODE"
 
 
-class Balance(_Choice):
+class Balance(Choice):
     """Which of several engines gets the next stream."""
 
     __slots__ = ()
@@ -403,7 +403,7 @@ class Balance(_Choice):
     metavar: ClassVar = "HOW"
 
 
-class WhenHeld(_Choice):
+class WhenHeld(Choice):
     """What happens to a slot that an engine does not give back."""
 
     __slots__ = ()

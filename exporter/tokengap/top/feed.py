@@ -85,6 +85,9 @@ class Remote:
             why = os.strerror(number) if number > 0 else str(error.os_error.strerror or error.os_error)
             raise SourceRefused(f"no exporter answers at {self.name}: {why.lower()}") from error
         except aiohttp.ClientError as error:
+            if self._url.startswith("https:") and isinstance(error, aiohttp.ClientConnectionError):
+                # In TLS 1.3 the client is done before the server has looked at its certificate.
+                raise SourceUnusable(f"{self.name} ends the connection; it may want another --cert-file") from error
             raise SourceUnusable(f"{self.name} does not answer: {type(error).__name__}") from error
         if answer.status == HTTPStatus.UNAUTHORIZED:
             raise SourceUnusable(f"{self.name} wants a --user and the right password")

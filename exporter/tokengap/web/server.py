@@ -57,6 +57,14 @@ class Connection(web.RequestHandler):
         super().__init__(*arguments, **limits)
         self._guard = guard
 
+    async def start(self) -> None:
+        """Answer what comes, until the connection ends."""
+        try:
+            await super().start()
+        except Exception:  # aiohttp's own, over what is no target, such as `GET *`: nothing would close the connection
+            log.debug("a request could not be read")
+            self.force_close()
+
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -85,7 +93,10 @@ class _Refused(asyncio.Protocol):
 
 
 class Server:
-    """An application that listens, behind a guard. ``start`` and ``stop`` are each called once."""
+    """An application that listens, behind a guard. ``start`` and ``stop`` are each called once.
+
+    ``tls`` is what new connections are encrypted with, None: with nothing.
+    """
 
     def __init__(self, app: web.Application, guard: Guard | None = None):
         self._guard = guard or Guard()
@@ -95,7 +106,7 @@ class Server:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_DEADLINE)
         self._bound: asyncio.Server | None = None
         self._listening: list[asyncio.Server] = []
-        self._tls: Tls | None = None
+        self.tls: Tls | None = None
 
     async def start(self, host: str | None, port: int, tls: Tls | None = None) -> None:
         """Listen on ``host`` (None: every address) and ``port`` (0: one that is free). Raises SetupError."""
@@ -110,7 +121,7 @@ class Server:
 
     async def take(self, access: Access) -> None:
         """Go by this from now on. With other TLS all connect anew, none is refused meanwhile. OSError: not taken."""
-        if access.tls != self._tls:
+        if access.tls != self.tls:
             await self._listen(access.tls)
             for connection in self._connections:
                 self._close(connection)
@@ -125,7 +136,7 @@ class Server:
     def url(self) -> str:
         """Where a person on this host finds it."""
         host, port = self._address
-        scheme = "http" if self._tls is None else "https"
+        scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{Endpoint('localhost' if ip_address(host).is_unspecified else host, port)}"
 
     async def stop(self) -> None:
@@ -162,7 +173,7 @@ class Server:
         ]
         for server in self._listening:
             server.close()
-        self._listening, self._tls = listening, tls
+        self._listening, self.tls = listening, tls
 
     def _connection(self) -> asyncio.Protocol:
         """Return what speaks with a new connection."""
