@@ -120,9 +120,10 @@ def static(bodies: dict[str, bytes], ready: Connection) -> None:
         app = web.Application()
         for path in bodies:
             app.router.add_get(path, answer)
-        server = Server(app)
-        await server.start("127.0.0.1", 0)
-        ready.send(server.port)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        ready.send(runner.addresses[0][1])
         await asyncio.Event().wait()
 
     asyncio.run(run())

@@ -296,6 +296,19 @@ async def test_nothing_of_who_asks_is_logged(caplog: pytest.LogCaptureFixture):
     assert not [record for record in caplog.records if record.name.startswith(("tokengap", "aiohttp"))]
 
 
+@pytest.mark.parametrize("target", ["*", "//", "http:///x", "http://[::1/x", "?", "#"])
+async def test_no_target_keeps_a_connection(target: str, caplog: pytest.LogCaptureFixture):
+    """What is no target is answered or not, but the connection ends, and nothing is logged."""
+    async with served() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(get(target))
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+        writer.close()
+        assert not answer or answer.split()[1] in (b"400", b"404", b"200")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
