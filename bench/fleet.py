@@ -7,9 +7,9 @@ no load on them: what an exporter itself costs, ``scrape.py`` and ``many_engines
 
 Each fleet runs for 80 s, in which a window of five minutes gets as many samples (16) as it has at an interval of 20 s.
 Windows of hours stay as short as that: on old data rules that look back so far cost more than here.
-``ratio_samples_to_expected`` is what was stored, to what was there to store; ``ratio_rules_to_interval`` the
-median evaluation of the slowest group of rules, to the interval of that group; ``ratio_..._to_small`` the large fleet, to the small
-one, which is a quarter of it.
+``ratio_samples_to_expected`` is what was stored, to what was there to store; ``ratio_rules_to_interval`` the usual
+evaluation of the slowest group of rules, to the interval of that group; ``ratio_..._to_small`` the large fleet, to the
+small one, which is a quarter of it.
 
     python bench/fleet.py [--exporters 200] [--json]
 """
