@@ -45,15 +45,20 @@ _HEADERS: Final[Mapping[str, str]] = {
 
 
 class Guard:
-    """Lets through who may ask. What it goes by is changed with :meth:`take` while it stands."""
+    """Lets through who may ask. What it goes by is changed with :meth:`take` while it stands.
+
+    ``busy`` are the connections on which an answer is being made.
+    """
 
     def __init__(self, access: Access | None = None) -> None:
+        self.busy: set[web.RequestHandler] = set()
         self.take(access or Access())
 
     def take(self, access: Access) -> None:
         """Go by this from now on."""
         self._passwords = Passwords(access.users) if access.users else None
         self._bucket = None if access.rate is None else Bucket(access.rate)
+        self._asks = self._passwords is not None or self._bucket is not None
         self._headers = {name: value for name, value in {**_HEADERS, **access.headers}.items() if value}
 
     def secure(self, headers: CIMultiDict[str]) -> None:
@@ -63,21 +68,29 @@ class Guard:
     @web.middleware
     async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer, or refuse: 429 too often, 401 without the password, 503 while too many passwords are looked at."""
-        if request.path in OPEN:
+        self.busy.add(request.protocol)
+        try:
+            if self._asks and (refused := await self._refusal(request)) is not None:
+                return refused
             return await handler(request)
+        finally:
+            self.busy.discard(request.protocol)
+
+    async def _refusal(self, request: web.Request) -> web.Response | None:
+        """Return why a request is not answered, None where it is."""
+        if request.path in OPEN:
+            return None
         if self._bucket is not None and not self._bucket.take(time.monotonic()):
             return _refused(HTTPStatus.TOO_MANY_REQUESTS, "too many requests; try again", {"Retry-After": "1"})
-        if self._passwords is not None:
-            try:
-                known = await self._passwords.right(request.headers.get("Authorization", ""))
-            except Busy:
-                return _refused(
-                    HTTPStatus.SERVICE_UNAVAILABLE, "too many passwords to look at; try again", {"Retry-After": "1"}
-                )
-            if not known:
-                challenge = {"WWW-Authenticate": 'Basic realm="tokengap", charset="UTF-8"'}
-                return _refused(HTTPStatus.UNAUTHORIZED, "a user and a password are needed", challenge)
-        return await handler(request)
+        if self._passwords is None:
+            return None
+        try:
+            known = await self._passwords.right(request.headers.get("Authorization", ""))
+        except Busy:
+            again = {"Retry-After": "1"}
+            return _refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many passwords to look at; try again", again)
+        challenge = {"WWW-Authenticate": 'Basic realm="tokengap", charset="UTF-8"'}
+        return None if known else _refused(HTTPStatus.UNAUTHORIZED, "a user and a password are needed", challenge)
 
 
 class Busy(Exception):

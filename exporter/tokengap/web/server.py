@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any, Final
@@ -100,8 +99,7 @@ class Server:
 
     def __init__(self, app: web.Application, guard: Guard | None = None):
         self._guard = guard or Guard()
-        self._busy: set[web.RequestHandler] = set()
-        app.middlewares.extend((self._work, self._guard.admit))
+        app.middlewares.append(self._guard.admit)
         app.on_response_prepare.append(self._secure)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_DEADLINE)
         self._bound: asyncio.Server | None = None
@@ -178,7 +176,7 @@ class Server:
     def _connection(self) -> asyncio.Protocol:
         """Return what speaks with a new connection."""
         if len(self._connections) >= MOST_CONNECTIONS:
-            idle = next((one for one in self._connections if one not in self._busy), None)
+            idle = next((one for one in self._connections if one not in self._guard.busy), None)
             if idle is None:
                 return _Refused()
             self._close(idle)
@@ -196,20 +194,10 @@ class Server:
 
     def _close(self, connection: web.RequestHandler) -> None:
         """Close a connection, after the answer that it waits for."""
-        if connection in self._busy:
+        if connection in self._guard.busy:
             connection.close()
         else:
             connection.force_close()
-
-    @web.middleware
-    async def _work(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        self._busy.add(request.protocol)
-        try:
-            return await handler(request)
-        finally:
-            self._busy.discard(request.protocol)
 
     async def _secure(self, _: web.Request, response: web.StreamResponse) -> None:
         self._guard.secure(response.headers)
