@@ -100,7 +100,7 @@ class Server:
     def __init__(self, app: web.Application, guard: Guard | None = None):
         self._guard = guard or Guard()
         app.middlewares.append(self._guard.admit)
-        app.on_response_prepare.append(self._secure)
+        app.on_response_prepare.append(self._guard.prepare)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_DEADLINE)
         self._bound: asyncio.Server | None = None
         self._listening: list[asyncio.Server] = []
@@ -198,6 +198,3 @@ class Server:
             connection.close()
         else:
             connection.force_close()
-
-    async def _secure(self, _: web.Request, response: web.StreamResponse) -> None:
-        self._guard.secure(response.headers)
