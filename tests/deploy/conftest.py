@@ -21,12 +21,13 @@ def installed(built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def install(wheel: Path, environment: Path) -> None:
     """Make an environment with a wheel and what that asks for, in the versions that are pinned, and nothing else."""
-    uv(f"venv --clear --python {sys.executable} {environment}")
-    uv(f"pip install --python {environment / 'bin' / 'python'} --constraints {ROOT / 'requirements.txt'} {wheel}")
+    run("venv", "--clear", "--without-pip", environment)
+    pinned = ROOT / "requirements.txt"
+    run("pip", "--python", environment / "bin" / "python", "install", "--quiet", "--constraint", pinned, wheel)
 
 
-def uv(arguments: str) -> str:
-    """Run uv, which does what pip and pipx do, in a tenth of the time; return what it printed."""
-    done = subprocess.run([sys.executable, "-m", "uv", *arguments.split()], capture_output=True, text=True, check=False)
+def run(module: str, *arguments: object) -> None:
+    """Run one of Python's own programs."""
+    command = (sys.executable, "-m", module, *map(str, arguments))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout

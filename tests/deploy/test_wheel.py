@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from conftest import build
-from deploy.conftest import uv
 from deploy.unit import ROOT
 from lab.commands import Ran
 from tokengap import __version__
@@ -64,12 +63,6 @@ def test_the_same_wheel_comes_from_the_source_archive(built, tmp_path: Path):
     assert contents(build(source, tmp_path / "again").wheel) == contents(built.wheel)
 
 
-def test_it_starts_without_being_installed(built):
-    """As `uvx tokengap` and `pipx run tokengap` do."""
-    said = uv(f"tool run --isolated --from {built.wheel} tokengap --version")
-    assert said.startswith(f"tokengap {__version__}, Python ")
-
-
 def test_it_needs_nothing_that_it_does_not_ask_for(installed: Path):
     """Every module can be imported where nothing else is installed, and the command starts."""
     code = "from pkgutil import walk_packages as walk; import sys, tokengap as t\n"
@@ -78,6 +71,7 @@ def test_it_needs_nothing_that_it_does_not_ask_for(installed: Path):
     assert (ran.code, ran.err) == (0, "")
     assert {"tokengap.lab.drill", "tokengap.top.screen", "tokengap.sources.nvml_reader.calls"} <= {*ran.out.split()}
     assert run(installed / "tokengap", "--help").out.startswith("Usage: tokengap ")
+    assert run(installed / "tokengap", "--version").out.startswith(f"tokengap {__version__}, Python ")
 
 
 def test_the_page_is_in_it(installed: Path):
