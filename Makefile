@@ -40,7 +40,8 @@ parts: ## the real programs that tests start: nginx, HAProxy, Prometheus (Debian
 
 .PHONY: test
 test: parts $(VENV)/dev.stamp ## set up and run all tests but the long ones
-	$(BIN)/pytest -n 2 --dist loadfile -m "not long and not gpu"
+	$(BIN)/pytest -n 3 --dist loadfile -m "not long and not gpu and not alone"
+	$(BIN)/pytest -m "alone and not long and not gpu"
 
 .PHONY: test-unit
 test-unit: $(VENV)/dev.stamp ## only the tests that start no other program

@@ -191,6 +191,7 @@ async def freeze(lab: Lab) -> None:
     assert lab.watched.engines["worker"]["restarts"] == 0
 
 
+@pytest.mark.alone
 async def test_half_a_minute_of_everything(tmp_path: Path):
     """Every act once or more, no false alarm; then a true one."""
     async with lab_of(tmp_path, window=2.0) as lab:

@@ -217,6 +217,7 @@ async def test_a_client_that_waits_to_be_told_sends_its_body():
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("leaving", ["fin", "rst"])
 async def test_counts_are_exact(leaving):
     """Out is what the engine wrote, useful what users read before they left; the rest is orphaned, nothing pending."""

@@ -29,6 +29,7 @@ def test_make_run_is_the_demo():
     assert ran.stdout.splitlines()[-1].endswith("/tokengap demo")
 
 
+@pytest.mark.alone
 async def test_it_ends_by_itself_and_tells_the_truth():
     """With --for and --json: one object, the names of the article in both halves, and they agree."""
     ran = await tokengap("demo", "--for", "8s", "--port", 0, "--json", within=60)

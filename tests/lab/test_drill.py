@@ -118,6 +118,7 @@ LEAKS = {
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.parametrize(("through", "leak"), LEAKS.values(), ids=LEAKS)
 async def test_a_leak_is_found_and_named(through, leak):
     """The gap is what was generated for the eight who left, and lies with the hop that holds on."""
@@ -138,7 +139,11 @@ async def test_a_leak_is_found_and_named(through, leak):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("through", ["nginx", "haproxy", "envoy", "direct"])
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "through",
+    ["nginx", "haproxy", pytest.param("envoy", marks=pytest.mark.long), pytest.param("direct", marks=pytest.mark.long)],
+)
 async def test_where_nothing_leaks_nothing_is_found(through):
     """Only what was on the way to the one who left while being served; who left is cancelled, the others are there.
 
@@ -155,6 +160,7 @@ async def test_where_nothing_leaks_nothing_is_found(through):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 async def test_answers_that_are_not_streamed():
     """They show no bytes until they are whole, and then the engine's own count says whose the tokens were: the split is
     within the bar of 5 %, the leak is at its hop, and every stream ends once."""
@@ -183,6 +189,7 @@ def _agree(truth: dict, measured: dict) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 async def test_on_my_own_system():
     """Only the exporter is started, and the truth is what users received and the engine's page shows."""
     async with engine(max_num_seqs=2, rate=400) as serving, gateway(serving, leak=True) as edge:

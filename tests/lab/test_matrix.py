@@ -82,6 +82,7 @@ def selection() -> dict[str, tuple[Cell, ...]]:
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.parametrize("name", [name for name in SELECTION if name != "no events"])
 def test_what_is_measured_is_what_happened(name, selection):
     """Tokens and client states are within their bars, and every cell was run."""
@@ -95,6 +96,7 @@ def test_what_is_measured_is_what_happened(name, selection):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 def test_without_events_a_beat_of_each_socket_is_missed(selection):
     """Where the kernel does not tell the end of sockets: what eight of them carried in the last beat, and no more."""
     (cell,) = selection["no events"]
@@ -179,6 +181,7 @@ async def test_every_cell_of_a_row(row):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 async def test_the_queue_of_a_real_drill(tmp_path: Path):
     """Through nginx, as it rises past 6 s and falls: its age within a beat and 0.2 s of what the engine knows, at every
     beat, from the sockets and from the curves alone."""
