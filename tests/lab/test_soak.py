@@ -58,7 +58,7 @@ async def soak(lasts: str) -> tuple[dict[str, Any], int]:
 
 @pytest.mark.e2e
 @pytest.mark.alone
-async def test_healthy_traffic_has_few_orphans_on_a_busy_machine():
+async def test_healthy_traffic_has_few_orphans_if_any():
     """Through three proxies with pooled connections and past them, with polls and health checks: none in three tokens
     of a hundred. Two short answers on one connection within a beat may be taken for one while other tests run; the
     recordings in tests/join/test_healthy.py have none at all."""
