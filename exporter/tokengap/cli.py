@@ -36,11 +36,12 @@ class Group(click.Group):
         "drill": "tokengap.lab.drill:drill",
         "admit": "tokengap.admit.command:admit",
         "bundle": "tokengap.bundle.command:bundle",
+        "chaos": "tokengap.chaos.command:chaos",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return all names, in the order of a newcomer's needs."""
-        return ["demo", "serve", "top", "health", "drill", "admit", "doctor", "bundle"]
+        return ["demo", "serve", "top", "health", "drill", "admit", "doctor", "bundle", "chaos"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command, importing its module if need be."""

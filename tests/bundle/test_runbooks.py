@@ -10,7 +10,10 @@ import pytest
 from bundle.linting import query_problems
 from bundle.sites import DEFAULT, OTHER, SITES
 from tokengap.bundle.render.runbooks import files
+from tokengap.bundle.site import REPOSITORY
 from tokengap.bundle.watches import watches
+
+ROOT = Path(__file__).parent.parent.parent
 
 NAMES = [watch.name for watch in watches(DEFAULT)]
 PAGES = {Path(file.path).name: file.text for file in files(DEFAULT)}
@@ -92,6 +95,9 @@ def test_links_lead_somewhere(site):
     for name, page in pages.items():
         for target in re.findall(r"\]\(([^)\s]+)\)", page):
             if target.startswith(site.dashboards):
+                continue
+            if target.startswith(REPOSITORY):
+                assert (ROOT / target.removeprefix(f"{REPOSITORY}/")).exists(), f"{name}: {target}"
                 continue
             file, _, anchor = target.partition("#")
             assert (file or name) in pages, f"{name}: {target}"

@@ -52,6 +52,35 @@ def test_an_answer_counts_the_same_however_it_is_cut(shape, cuts):
     assert (reader.status, reader.tokens, reader.complete, reader.error) == (200, 3, True, "")
 
 
+def finished(reason: str, id: str = "cmpl-1") -> bytes:  # noqa: A002 - the API's own word
+    choice = {"delta": {"content": "x"}, "finish_reason": reason}
+    return b"data: " + json.dumps({"id": id, "choices": [choice]}).encode() + b"\n\n"
+
+
+ERROR = b'data: {"error": {"message": "EngineCore encountered an issue."}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@given(cuts=st.lists(st.integers(0, 10_000), max_size=30))
+@pytest.mark.parametrize(
+    ("events", "complete", "truncated", "said_error", "ids", "reason"),
+    [
+        ((token(id="cmpl-1"), finished("length"), DONE), True, False, False, {"cmpl-1"}, "length"),
+        ((token(id="cmpl-1"), ERROR, DONE), False, False, True, {"cmpl-1"}, None),
+        ((token(id="cmpl-1"),), False, True, False, {"cmpl-1"}, None),
+        ((token(id="cmpl-1"), token(id="cmpl-2"), DONE), True, False, False, {"cmpl-1", "cmpl-2"}, None),
+    ],
+    ids=["whole", "an error inside", "truncated", "two answers in one"],
+)
+def test_how_a_stream_ended_is_told_however_it_is_cut(
+    events: tuple[bytes, ...], complete: bool, truncated: bool, said_error: bool, ids: set[str], reason: str, cuts
+):
+    """An error that is followed by [DONE] completes nothing; an end without either is the one that nobody notices."""
+    reader = fed(OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(*events), cuts)
+    assert (reader.complete, reader.truncated, reader.said_error) == (complete, truncated, said_error)
+    assert (reader.ids, reader.finish_reason) == (ids, reason)
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [

@@ -150,7 +150,8 @@ class Watch:
     ``expr`` fires when it has been true for ``hold`` seconds, and goes on for ``keep`` seconds after (a scrape that
     fails is no recovery). ``labels`` are those that the alert carries besides the site's. ``summary`` is one sentence
     without variables; ``description`` may name ``{{ $labels.engine }}``. ``outlives_exporter``: its runbook is read
-    while the exporter does not answer, so the link leads elsewhere. Raises IncompleteWatch.
+    while the exporter does not answer, so the link leads elsewhere. ``rehearsal``: what to add to ``tokengap chaos
+    run`` to make it fire on a bench; what rings a pager has one. Raises IncompleteWatch.
     """
 
     name: str
@@ -164,9 +165,10 @@ class Watch:
     panel: Panel
     runbook: Runbook
     outlives_exporter: bool = False
+    rehearsal: str = ""
 
     def __post_init__(self) -> None:
-        _complete(self, self.name or "a watch", optional=("hold", "keep", "outlives_exporter"))
+        _complete(self, self.name or "a watch", optional=("hold", "keep", "outlives_exporter", "rehearsal"))
         for problem in self._problems():
             raise IncompleteWatch(f"{self.name}: {problem}")
 
@@ -175,6 +177,8 @@ class Watch:
             yield f"is no name of an alert; expected TokengapWords of {_LONGEST_NAME} characters at most"
         if self.severity not in SEVERITIES:
             yield f"severity is {self.severity}; expected one of {', '.join(SEVERITIES)}"
+        if self.severity == "critical" and not self.rehearsal:
+            yield "rings a pager, and nothing rehearses it"
         if self.hold < 0 or self.keep < 0:
             yield "hold and keep are seconds, 0 or more"
         if not self.summary[0].isupper() or not self.summary.endswith(".") or "{{" in self.summary:

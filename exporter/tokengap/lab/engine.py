@@ -25,7 +25,7 @@ import click
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from tokengap.lab.answers import MODEL, Answer, Ask, prompt_tokens, read_ask
+from tokengap.lab.answers import END, MODEL, Answer, Ask, prompt_tokens, read_ask
 from tokengap.lab.batching import Batch, Knobs, Sequence
 from tokengap.lab.parts import LOOPBACK, Part, serve_app
 from tokengap.lab.truth import RequestTruth, Sample, Truth, changed
@@ -64,6 +64,7 @@ class EngineServer:
         self._known: dict[str, Sequence] = {}
         self._history: deque[Sample] = deque(maxlen=KEEP_SAMPLES)
         self._timer: asyncio.TimerHandle | None = None
+        self._death: str | None = None
 
     def app(self) -> web.Application:
         """Return the routes of vLLM, and ``/lab/``."""
@@ -90,6 +91,30 @@ class EngineServer:
         app.cleanup_ctx.append(self._sampling)
         return app
 
+    def freeze(self) -> None:
+        """Stop stepping. Everything is answered on, with values that stand still."""
+        self._pump()
+        self._batch.freeze(time.monotonic())
+        self._arm()
+
+    def thaw(self) -> None:
+        """Step on."""
+        self._batch.thaw(time.monotonic())
+        self._arm()
+
+    def die(self, why: str) -> None:
+        """Be without a core from now on, as vLLM is when its core ended: /health says 503, whoever waits is told in its
+        stream, whoever comes is refused, and the page stands still."""
+        self.freeze()
+        self._death = why
+        for client in list(self._clients.values()):
+            if client.stream is not None and not client.stream.is_closing():
+                event = b"data: %b\n\n%b" % (msgspec.json.encode(_error(why, 500)), END)
+                client.stream.write(b"%x\r\n%b\r\n" % (len(event), event) if client.chunked else event)
+            for waited in (client.first, client.done):
+                if not waited.done():
+                    waited.set_result(None)
+
     # What vLLM serves
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
@@ -112,6 +137,8 @@ class EngineServer:
         return await self._answer(request, ask, chat=chat)
 
     async def _answer(self, request: web.Request, ask: Ask, *, chat: bool) -> web.StreamResponse:
+        if (dead := self._dead()) is not None:
+            return dead
         answer_id = f"{self._random.getrandbits(128):032x}"
         sequence = Sequence(
             # The body first: Envoy replaces X-Request-Id unless told not to.
@@ -137,6 +164,8 @@ class EngineServer:
             if ask.stream:
                 return await self._stream(request, sequence, client)
             await client.done
+            if (dead := self._dead()) is not None:
+                return dead
             sequence.written = sequence.generated
             body = answer.whole(sequence.generated, sequence.reason)
             return web.Response(body=body, content_type="application/json")
@@ -153,6 +182,8 @@ class EngineServer:
             response.enable_chunked_encoding()
         if self._batch.knobs.late_headers:
             await client.first
+            if (dead := self._dead()) is not None:
+                return dead
         await response.prepare(request)
         if request.transport is None:
             raise ConnectionResetError  # it left before its header was written
@@ -174,12 +205,16 @@ class EngineServer:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return web.json_response({"object": "list", "data": data, "model": self._model, "usage": usage})
 
+    def _dead(self) -> web.Response | None:
+        """Return what a request is told by an engine that has no core any more, None while it has one."""
+        return None if self._death is None else web.json_response(_error(self._death, 500), status=500)
+
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": self._model, "object": "model", "owned_by": "vllm", "root": self._model}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=200 if self._death is None else 503)
 
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": VERSION})
@@ -191,9 +226,7 @@ class EngineServer:
     async def _sleep(self, request: web.Request) -> web.Response:
         """Give the memory back, as vLLM's development mode does: nothing is scheduled until ``/wake_up``."""
         level = request.query.get("level", "1")
-        self._pump()
-        self._batch.freeze(time.monotonic())
-        self._arm()
+        self.freeze()
         for state, on in (("awake", False), ("weights_offloaded", level == "1"), ("discard_all", level == "2")):
             self._page.put("engine_sleep_state", on, state)
         return web.Response()
@@ -201,8 +234,7 @@ class EngineServer:
     async def _wake_up(self, _: web.Request) -> web.Response:
         for state in ("awake", "weights_offloaded", "discard_all"):
             self._page.put("engine_sleep_state", state == "awake", state)
-        self._batch.thaw(time.monotonic())
-        self._arm()
+        self.thaw()
         return web.Response()
 
     # What only the lab serves
@@ -221,14 +253,11 @@ class EngineServer:
         return web.Response(body=msgspec.json.encode(truth), content_type="application/json")
 
     async def _freeze(self, _: web.Request) -> web.Response:
-        self._pump()
-        self._batch.freeze(time.monotonic())
-        self._arm()
+        self.freeze()
         return web.Response()
 
     async def _thaw(self, _: web.Request) -> web.Response:
-        self._batch.thaw(time.monotonic())
-        self._arm()
+        self.thaw()
         return web.Response()
 
     async def _turn(self, request: web.Request) -> web.Response:
@@ -342,8 +371,13 @@ class EmbeddingAsk(msgspec.Struct, frozen=True):
 
 
 def _bad_request(why: str) -> web.Response:
-    error = {"message": why, "type": "BadRequestError", "param": None, "code": 400}
-    return web.json_response({"error": error}, status=400)
+    return web.json_response(_error(why, 400), status=400)
+
+
+def _error(message: str, code: int) -> dict[str, Any]:
+    """Return an error as vLLM words it, in a response of its own or as an event of a stream."""
+    kind = "BadRequestError" if code == 400 else "InternalServerError"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _request_truth(sequence: Sequence, now: float) -> RequestTruth:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import fcntl
+import json
 import os
 import shutil
 import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokengap.errors import SetupError
 
@@ -46,24 +48,35 @@ class Network:
 
     async def cut(self, port: int) -> None:
         """Drop from now on whatever comes from or goes to this port."""
-        await self._run(f"add element inet lab gone {{ {port} }}")
+        await self.run(f"add element inet lab gone {{ {port} }}")
 
     async def mend(self) -> None:
         """Drop nothing any more."""
-        await self._run("flush set inet lab gone")
+        await self.run("flush set inet lab gone")
 
-    async def _run(self, rules: str) -> None:
+    async def run(self, rules: str) -> None:
+        """Hand rules to nft. SetupError: it refuses them."""
+        await self._nft("-f", "-", rules=rules)
+
+    async def tell(self, *what: str) -> list[dict[str, Any]]:
+        """Return what there is, as nft tells it in JSON: ``tell("list", "tables")``. SetupError: there is no such."""
+        told: list[dict[str, Any]] = json.loads(await self._nft("--json", *what))["nftables"]
+        return told
+
+    async def _nft(self, *arguments: str, rules: str = "") -> str:
         process = await asyncio.create_subprocess_exec(
             self.nft,
-            "-f",
-            "-",
+            *arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        said, _ = await process.communicate(rules.encode())
+        output, _ = await process.communicate(rules.encode())
+        said = output.decode(errors="replace")
         if process.returncode:
-            raise SetupError(f"nft refused {rules.splitlines()[0]!r}: {said.decode(errors='replace').strip()}")
+            asked = rules.splitlines()[0] if rules else " ".join(arguments)
+            raise SetupError(f"nft refused {asked!r}: {said.strip()}")
+        return said
 
 
 async def own_network() -> Network | str:
@@ -80,5 +93,5 @@ async def own_network() -> Network | str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
     network = Network(Path(found))
-    await network._run(_RULES)
+    await network.run(_RULES)
     return network

@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,7 +172,7 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def serve_app(app: web.Application, host: str, port: int, *, handler_cancellation: bool) -> None:
+def serve_app(app: web.Application, host: str | Sequence[str], port: int, *, handler_cancellation: bool) -> None:
     """Serve an application as the whole of this process, for thousands of streams, until it is told to stop.
 
     The limit of open files is raised as far as it goes: thousands of streams are thousands of sockets.

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Never
+from typing import Never, TypeVar
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokengap.errors import SetupError
 from tokengap.series import engines, itself, queue, streams, tokens
 from tokengap.series.declare import Series
+
+T = TypeVar("T")
 
 #: Seconds within which an exporter answers a scrape, or does not.
 DEADLINE = 5.0
@@ -55,27 +57,37 @@ class Scrape:
         return self.tokens_out - sum(part for part in explained if part is not None)
 
 
-def read_page(text: str, wall_ahead: float) -> Scrape:
-    """Read a page. ``wall_ahead`` is Unix time minus monotonic time. ValueError when it is no exporter's of ours."""
-    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+class Page:
+    """A page, taken apart: the samples of each series."""
 
-    def values(series: Series) -> list[float]:
-        return [value for _, value in samples.get(series.name, ())]
+    def __init__(self, text: str) -> None:
+        self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
-    def total(series: Series) -> float | None:
-        found = values(series)
+    def values(self, series: Series) -> list[float]:
+        """Return the values of all samples of a series."""
+        return [value for _, value in self._samples.get(series.name, ())]
+
+    def total(self, series: Series) -> float | None:
+        """Return the sum of a series, None when it is not on the page."""
+        found = self.values(series)
         return sum(found) if found else None
 
-    def by(series: Series, *labels: str) -> dict[tuple[str, ...], float]:
+    def by(self, series: Series, *labels: str) -> dict[tuple[str, ...], float]:
+        """Return the sums of a series by the values of these labels."""
         sums: dict[tuple[str, ...], float] = {}
-        for has, value in samples.get(series.name, ()):
+        for has, value in self._samples.get(series.name, ()):
             key = tuple(has[label] for label in labels)
             sums[key] = sums.get(key, 0.0) + value
         return sums
 
+
+def read_page(text: str, wall_ahead: float) -> Scrape:
+    """Read a page. ``wall_ahead`` is Unix time minus monotonic time. ValueError when it is no exporter's of ours."""
+    page = Page(text)
+    values, total, by = page.values, page.total, page.by
     beats, beat_wall = total(itself.BEATS), total(itself.LAST_BEAT)
     if beats is None or beat_wall is None:
         raise ValueError(f"there is no {itself.BEATS} on the page")
@@ -113,10 +125,14 @@ class Exporter:
 
     async def scrape(self) -> Scrape:
         """Read the page. Raises SetupError when there is none: what is to be compared with the truth has failed."""
+        return await self.read(lambda text: read_page(text, time.time() - time.monotonic()))
+
+    async def read(self, reads: Callable[[str], T]) -> T:
+        """Get the page and return what ``reads`` makes of it. Raises SetupError."""
         try:
             async with self._session.get(f"{self.url}/metrics", timeout=self._deadline) as answer:
                 answer.raise_for_status()
-                return read_page(await answer.text(), time.time() - time.monotonic())
+                return reads(await answer.text())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise SetupError(f"{self.url}/metrics cannot be read: {error or type(error).__name__}") from error
 

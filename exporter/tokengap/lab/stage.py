@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -179,11 +179,11 @@ class Stage:
 
     parts: tuple[RunningPart, ...]
 
-    async def guard(self) -> Never:
-        """Raise SetupError as soon as a part has ended, with the last it said."""
+    async def guard(self, spared: Collection[str] = ()) -> Never:
+        """Raise SetupError as soon as a part has ended, with the last it said. Those named ``spared`` may end."""
         while True:
             for started in self.parts:
-                if started.ended:
+                if started.ended and started.part.name not in spared:
                     said = started.last_lines() or "it said nothing"
                     ended_with = started.process.returncode
                     raise SetupError(f"{started.part.name} ended with {ended_with} before its time:\n{said}")

@@ -100,7 +100,9 @@ class AnswerReader:
     """Reads an HTTP/1.1 answer from its bytes, however they are cut, and counts its tokens. No I/O.
 
     Bodies may be chunked, of a given length, or end with the connection: proxies answer in all three ways. ``error`` is
-    why the answer is none, empty while it may become one.
+    why the answer is none, empty while it may become one. ``truncated``: it ended as HTTP says that answers end, and
+    without the end of a stream, so that a client takes it for whole. ``ids`` are those that its events bear, of which
+    an answer has one, ``finish_reason`` is why its generation ended, and ``said_error`` whether one was an error.
     """
 
     def __init__(self, *, streamed: bool) -> None:
@@ -108,6 +110,10 @@ class AnswerReader:
         self.tokens = 0
         self.complete = False
         self.error = ""
+        self.truncated = False
+        self.ids: set[str] = set()
+        self.finish_reason: str | None = None
+        self.said_error = False
         self._streamed = streamed
         self._raw = bytearray()  # not yet understood as HTTP
         self._body = bytearray()  # not yet understood as an answer
@@ -189,7 +195,12 @@ class AnswerReader:
                 self._said_done = True
                 continue
             heard = msgspec.json.decode(data, type=_Event)
+            if heard.id:
+                self.ids.add(heard.id)
+            for choice in heard.choices:
+                self.finish_reason = choice.finish_reason or self.finish_reason
             if heard.error is not None:
+                self.said_error = True
                 self._fail(f"the engine answered: {heard.error.message}")
             if heard.usage is not None:
                 self.tokens = max(self.tokens, heard.usage.completion_tokens)
@@ -199,14 +210,15 @@ class AnswerReader:
     def _finish(self) -> None:
         if self.status != 200:
             return self._fail(f"HTTP {self.status}: {bytes(self._body[:200]).decode(errors='replace')}")
-        if not self._streamed:
+        if self._streamed:
+            self._read_events()
+            self.truncated = not (self._said_done or self.error)
+            if self.truncated:
+                return self._fail("the stream ended before [DONE]")
+        else:
             usage = msgspec.json.decode(self._body, type=_Event).usage
             self.tokens = usage.completion_tokens if usage is not None else 0
-        else:
-            self._read_events()
-            if not self._said_done:
-                return self._fail("the stream ended before [DONE]")
-        self.complete = True
+        self.complete = not self.error  # which may stand inside a stream that then ends as any other
         return None
 
 
@@ -217,6 +229,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
     text: str | None = None
+    finish_reason: str | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -228,6 +241,7 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
+    id: str = ""
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: _Error | None = None
@@ -240,6 +254,7 @@ _SMALL_BUFFER = 4096
 class Visit:
     """One user at one address, while it is there: ``tokens`` and ``first_token`` can be watched from outside.
 
+    ``arrivals`` are the instants at which its tokens came, and ``answer`` is what it has read.
     ``cut`` cuts a port off from the network, for one who vanishes.
     """
 
@@ -253,13 +268,14 @@ class Visit:
         self.sent: float | None = None
         self.first_token: float | None = None
         self.outcome: Outcome | None = None
+        self.arrivals: list[float] = []
+        self.answer = AnswerReader(streamed=user.stream)
         self._address = (host, port)
-        self._reader = AnswerReader(streamed=user.stream)
 
     @property
     def tokens(self) -> int:
         """Tokens received so far."""
-        return self._reader.tokens
+        return self.answer.tokens
 
     async def run(self) -> Outcome:
         """Do what the user is going to do, and return what became of it. Nothing raises but being cancelled."""
@@ -269,7 +285,7 @@ class Visit:
             try:
                 how = await self._visit(sock)
             except OSError as error:
-                self._reader.error = self._reader.error or (os.strerror(error.errno) if error.errno else str(error))
+                self.answer.error = self.answer.error or (os.strerror(error.errno) if error.errno else str(error))
         ended = time.monotonic()
         self.outcome = Outcome(
             user=self.user,
@@ -278,8 +294,8 @@ class Visit:
             sent=ended if self.sent is None else self.sent,
             first_token=self.first_token,
             ended=ended,
-            status=self._reader.status,
-            detail=self._reader.error if how == "failed" else "",
+            status=self.answer.status,
+            detail=self.answer.error if how == "failed" else "",
             port=self.own_port,
             left=self.left,
         )
@@ -316,19 +332,19 @@ class Visit:
         if self.user.leaving in ("rst", "vanish"):  # the reset of one who vanished goes nowhere
             # Linger on, for 0 s: close() resets, tcp(7), socket(7).
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return "completed" if self._reader.complete else "left"
+        return "completed" if self.answer.complete else "left"
 
     async def _read(self, sock: socket.socket) -> End:
         """Read to the end. Cancelled, it has taken in all that it has read: ``loop.sock_recv`` would lose the last."""
         while True:
             self._read_acknowledged(sock)
-            if self._reader.complete or self._reader.error:
-                return "completed" if self._reader.complete else "failed"
+            if self.answer.complete or self.answer.error:
+                return "completed" if self.answer.complete else "failed"
             await _readable(sock)
 
     def _read_acknowledged(self, sock: socket.socket) -> None:
         """Read what has arrived: the kernel has acknowledged it, and with it unread close() would reset (RFC 2525)."""
-        while not (self._reader.complete or self._reader.error):
+        while not (self.answer.complete or self.answer.error):
             try:
                 self._take(sock.recv(65_536))
             except BlockingIOError:
@@ -336,11 +352,14 @@ class Visit:
 
     def _take(self, data: bytes) -> None:
         if data:
-            self._reader.feed(data)
+            self.answer.feed(data)
         else:
-            self._reader.end()
-        if self._reader.tokens and self.first_token is None:
-            self.first_token = time.monotonic()
+            self.answer.end()
+        if new := self.answer.tokens - len(self.arrivals):
+            now = time.monotonic()
+            self.arrivals += [now] * new
+            if self.first_token is None:
+                self.first_token = now
 
 
 async def _readable(sock: socket.socket) -> None:

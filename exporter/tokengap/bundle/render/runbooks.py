@@ -11,13 +11,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from tokengap.bundle import promql
 from tokengap.bundle.render.dashboards import panel_url
 from tokengap.bundle.render.file import File
-from tokengap.bundle.site import Site
+from tokengap.bundle.site import REPOSITORY, Site
 from tokengap.bundle.watches import watches
 from tokengap.series.engines import ENGINE_STATE
 from tokengap.series.queue import DEADLINE_SLACK, QUEUE_AGE, SLOT_UTILIZATION
 from tokengap.series.streams import STREAMS
 from tokengap.series.tokens import TOKENS_OUT
 from tokengap.topology import INTERACTIVE
+
+#: Where it is explained how alerts are rehearsed.
+CHAOS: Final = f"{REPOSITORY}/docs/chaos.md"
 
 #: The pages that are of no alert.
 BESIDES: Final = ("decision-matrix", "rollback")
@@ -60,7 +63,7 @@ def files(site: Site) -> Iterator[File]:
     names = [watch.name for watch in all_of_them]
     for watch in all_of_them:
         seen_at = panel_url(site, watch.panel, {})
-        text = runbook.render(watch=watch, site=site, book=watch.runbook, panel_url=seen_at)
+        text = runbook.render(watch=watch, site=site, book=watch.runbook, panel_url=seen_at, chaos_url=CHAOS)
         yield File(f"runbooks/{watch.name}.md", _linked(text, names, watch.name))
     for name in BESIDES:
         text = environment.get_template(f"{name}.md.j2").render(site=site, queries=_queries(site))

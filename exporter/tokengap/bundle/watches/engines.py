@@ -40,6 +40,7 @@ def engine_stuck(site: Site) -> Watch:
     return Watch(
         name="TokengapEngineStuck",
         severity="critical",
+        rehearsal="engine-freeze --duration 1m",
         expr=f"{stuck} {proven}",
         hold=2 * site.scrape,
         keep=60,
@@ -134,6 +135,7 @@ def engine_dead(site: Site) -> Watch:
     return Watch(
         name="TokengapEngineDead",
         severity="critical",
+        rehearsal="engine-crash --duration 3m",
         expr=f"{dead} {proven}",
         hold=hold,
         keep=60,

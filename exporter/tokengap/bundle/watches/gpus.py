@@ -37,6 +37,7 @@ def gpu_lost(site: Site) -> Watch:
     return Watch(
         name="TokengapGpuLost",
         severity="critical",
+        rehearsal="gpu-lost --duration 1m",
         expr=f"{up} {gone}",
         hold=2 * site.scrape,
         keep=300,

@@ -38,6 +38,7 @@ def down(site: Site) -> Watch:
     return Watch(
         name="TokengapDown",
         severity="critical",
+        rehearsal="exporter-gone --duration 5m",
         expr=f"{up} {gone}\nor\nabsent({up})",
         hold=hold,
         labels=PER_EXPORTER,

@@ -78,6 +78,7 @@ def orphan_holds_slot(site: Site) -> Watch:
     return Watch(
         name="TokengapOrphanHoldsSlot",
         severity="critical",
+        rehearsal="partition-client --through nginx --tokens 4000 --duration 2m",
         expr=f"{age} {cut}",
         hold=hold,
         keep=60,
@@ -172,6 +173,7 @@ def slots_pinned_after_disconnects(site: Site) -> Watch:
     return Watch(
         name="TokengapSlotsPinnedAfterDisconnects",
         severity="critical",
+        rehearsal="partition-client --through nginx --users 2 --slots 4 --clients 8 --tokens 4000 --duration 2m",
         expr=f"{utilization} >= 1\nand {here}\n{coverage} > {SEEN}\nand {here}\n(\n{connected}\n< {here}\n{slots}\n)",
         hold=hold,
         keep=60,

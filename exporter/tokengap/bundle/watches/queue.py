@@ -58,6 +58,7 @@ def queue_will_miss_deadline(site: Site) -> Watch:
     return Watch(
         name="TokengapQueueWillMissDeadline",
         severity="critical",
+        rehearsal="disconnect-storm --users 4 --slots 2 --read-timeout 1m --duration 1m",
         # Two forms of the same: what a scrape sees now, and what a counter kept of the seconds between two scrapes.
         expr=f"(\n  {age} {cut}\n  and {on(per_engine)}\n  {slack} {reserve}\n)\nor\n{breached} {breach}",
         hold=5,
