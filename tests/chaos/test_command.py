@@ -75,6 +75,7 @@ async def test_every_experiment_is_listed():
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 async def test_an_engine_crashes(tmp_path: Path):
     """Clients are told, ask again and are answered by the other replica; the exporter says dead, then restarted."""
     out = tmp_path / "report"
@@ -88,6 +89,7 @@ async def test_an_engine_crashes(tmp_path: Path):
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 async def test_a_network_is_cut(tmp_path: Path):
     """Nobody is told, and the gateway moves on within its read timeout; of an engine that is out of reach the exporter
     does not say that it is broken. For one beat what an engine generates may be taken for delivered."""
