@@ -140,8 +140,13 @@ async def test_nothing_survives_the_one_who_started_it(tmp_path: Path, number: s
     command = [sys.executable, "-c", PARENT, str(tmp_path), *map(str, ports)]
     parent = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
-    family = [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children())]
-    assert len(family) == 4  # the engine, nginx and its two workers
+    family: list[psutil.Process] = []
+
+    async def complete() -> bool:
+        family[:] = [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children())]
+        return len(family) == 4  # the engine, nginx and its two workers, which come after it listens
+
+    await until(complete)
     parent.send_signal(number)
     await asyncio.wait_for(parent.wait(), 10)
 
