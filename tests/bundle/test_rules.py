@@ -140,6 +140,7 @@ def test_an_alert_that_looks_back_for_days(file: Path, tmp_path: Path):
     run({file.stem: by_hand(file)}, DEFAULT, tmp_path)
 
 
+@pytest.mark.long
 def test_the_alerts_of_a_site_with_a_selector(tmp_path: Path):
     """They fire for what the selector selects, and say so."""
     run({file.stem: _in_cluster(by_hand(file), "a") for file in FILES}, IN_CLUSTER, tmp_path)

@@ -119,7 +119,13 @@ LEAKS = {
 
 @pytest.mark.e2e
 @pytest.mark.alone
-@pytest.mark.parametrize(("through", "leak"), LEAKS.values(), ids=LEAKS)
+@pytest.mark.parametrize(
+    ("through", "leak"),
+    [
+        pytest.param(*leak, id=name, marks=[pytest.mark.long] if "nginx, engine" in name else [])
+        for name, leak in LEAKS.items()
+    ],
+)
 async def test_a_leak_is_found_and_named(through, leak):
     """The gap is what was generated for the eight who left, and lies with the hop that holds on."""
     ran = await tokengap("drill", "--through", through, "--leak", leak, *QUICK)
