@@ -7,7 +7,6 @@ listen, what is scraped how often, and that messages come to a :class:`Pager` in
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +20,7 @@ import yaml
 from aiohttp import web
 
 from tokengap.errors import SetupError
-from tokengap.lab.parts import LOOPBACK, Part, free_port, free_ports, running
+from tokengap.lab.parts import LOOPBACK, Part, free_port, free_ports, installed, running
 
 #: What Prometheus answers: labels and value of each series.
 Rows: TypeAlias = list[tuple[Mapping[str, str], float]]
@@ -190,7 +189,7 @@ async def prometheus(config: Mapping[str, Any], directory: Path) -> AsyncIterato
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
     command = (
-        _program("prometheus", "prometheus"),
+        installed("prometheus"),
         f"--config.file={path}",
         f"--storage.tsdb.path={directory / 'prometheus-data'}",
         f"--web.listen-address={LOOPBACK}:{port}",
@@ -208,7 +207,7 @@ async def alertmanager(config: Mapping[str, Any], directory: Path, port: int = 0
     path = directory / "alertmanager.yml"
     path.write_text(yaml.safe_dump(config))
     command = (
-        _program("prometheus-alertmanager", "prometheus-alertmanager"),
+        installed("prometheus-alertmanager"),
         f"--config.file={path}",
         f"--storage.path={directory / 'alertmanager-data'}",
         f"--web.listen-address={LOOPBACK}:{port}",
@@ -251,13 +250,6 @@ async def monitored(
         prometheus(aimed(prometheus_config, targets, rules, scrape, port), directory) as asked,
     ):
         yield Monitoring(asked, told, pager)
-
-
-def _program(name: str, package: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        raise SetupError(f"{name} is not installed: apt-get install {package}")
-    return found
 
 
 async def _ready(name: str, url: str, session: aiohttp.ClientSession) -> None:

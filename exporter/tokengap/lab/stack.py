@@ -7,7 +7,6 @@ The configurations are those of ``deploy/``, with our rules; ``deploy/compose.ym
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +21,7 @@ from aiohttp import web
 
 from tokengap.errors import SetupError
 from tokengap.lab import pager
-from tokengap.lab.parts import LOOPBACK, Part, free_ports, taken
+from tokengap.lab.parts import LOOPBACK, Part, free_ports, installed, taken
 from tokengap.lab.stage import run, staged
 
 
@@ -61,14 +60,14 @@ def configured(source: Path, directory: Path, ports: Ports) -> Path:
 def stack_parts(deploy: Path, directory: Path, ports: Ports) -> list[Part]:
     """Return the programs, in the order in which they start. Raises SetupError for one that is not installed."""
     alertmanager = (
-        _program("prometheus-alertmanager", "alertmanager"),
+        installed("prometheus-alertmanager", "alertmanager"),
         f"--config.file={configured(deploy / 'demo' / 'alertmanager.yml', directory, ports)}",
         f"--storage.path={directory / 'alertmanager'}",
         f"--web.listen-address={LOOPBACK}:{ports.alertmanager}",
         "--cluster.listen-address=",  # one alone
     )
     prometheus = (
-        _program("prometheus"),
+        installed("prometheus"),
         f"--config.file={configured(deploy / 'prometheus.yml', directory, ports)}",
         f"--storage.tsdb.path={directory / 'prometheus'}",
         f"--web.listen-address={LOOPBACK}:{ports.prometheus}",
@@ -80,14 +79,6 @@ def stack_parts(deploy: Path, directory: Path, ports: Ports) -> list[Part]:
         # It has parts of its own, which it ends when it is told to.
         Part("demo", demo, (ports.exporter,), orphan_signal=SIGTERM, ready_within=60.0),
     ]
-
-
-def _program(*names: str) -> str:
-    """Return a program by the first of its names that is there: Debian's, and that of its makers."""
-    for name in names:
-        if found := shutil.which(name):
-            return found
-    raise SetupError(f"{names[0]} is not installed: apt-get install {names[0]}")
 
 
 @asynccontextmanager

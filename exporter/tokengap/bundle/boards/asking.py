@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tokengap.bundle.boards.board import Word
-from tokengap.bundle.promql import Match, any_of, by
+from tokengap.bundle.promql import Match, by
 from tokengap.bundle.site import Site
 from tokengap.bundle.watch import Query, legend
 from tokengap.series.declare import Series
@@ -24,9 +24,6 @@ GPU: Final = ("cluster", "uuid")
 
 #: One exporter.
 EXPORTER: Final = ("job", "instance")
-
-#: Clients that are no longer there.
-LEFT: Final = any_of("vanished", "gone")
 
 #: The verdicts as numbers, by gravity: 0 is none of the states, which is not known.
 VERDICTS: Final = (

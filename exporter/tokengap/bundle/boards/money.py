@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from tokengap.bundle.boards.asking import ENGINE, LEFT, Ask, lines, share, total
+from tokengap.bundle.boards.asking import ENGINE, Ask, lines, share, total
 from tokengap.bundle.boards.board import Board, Note, Row, Tile, watched
 from tokengap.bundle.watch import Panel, Query
+from tokengap.bundle.watches.shared import LEFT
 from tokengap.series import cost, streams, tokens
 
 _panel = partial(Panel, "money")
