@@ -317,6 +317,24 @@ async def test_a_renewed_certificate(certificates: Path, tmp_path: Path, caplog:
     assert caplog.text.count("not taken") == 1
 
 
+async def test_a_file_that_an_editor_empties_first(tmp_path: Path):
+    """It says nobody needs a password then, for a moment, and nobody believes it."""
+    file = tmp_path / "web.yml"
+    file.write_text(f"basic_auth_users: {{alice: {HASH}}}")
+    taken = []
+
+    async def take(access: Access) -> None:
+        taken.append(set(access.users))
+
+    async with followed(read_access(file), take, every=0.05):
+        for name in ("bob", "carol") * 5:
+            file.write_text("")
+            await asyncio.sleep(0.03)  # less than from one look to the next: due first, however late both are
+            file.write_text(f"basic_auth_users: {{{name}: {HASH}}}")
+            await until(lambda name=name: taken[-1:] == [{name}])
+    assert taken == [{"bob"}, {"carol"}] * 5
+
+
 async def test_a_changed_file(certificates: Path, caplog: pytest.LogCaptureFixture):
     """Users, TLS and rates change while it runs; a broken file and one that is gone change nothing."""
     caplog.set_level(logging.INFO, "tokengap")

@@ -140,14 +140,17 @@ async def followed(access: Access, take: Take, every: float = LOOK_EVERY) -> Asy
 async def _follow(access: Access, take: Take, every: float) -> None:
     """Look for ever. What cannot be read is said once, and changes nothing.
 
-    Certificates are renewed file by file, so one that does not fit its key yet is looked at again.
+    A change is taken once the files have stood still between two looks: an editor empties a file before it writes it,
+    and an empty one would let everybody in. Certificates are renewed file by file, so one that does not fit its key yet
+    is looked at again.
     """
-    seen: list[tuple[int, ...]] = []
+    seen: list[tuple[int, ...]] | None = None
+    taken: list[tuple[int, ...]] | None = None
     complaint = ""
     while True:
         stamps = await asyncio.to_thread(_stamps, access.files)
-        if stamps != seen or complaint:
-            seen = stamps
+        if stamps == seen and (stamps != taken or complaint):
+            taken = stamps
             try:
                 new = await asyncio.to_thread(read_access, access.files[0])
                 if new != access:
@@ -160,6 +163,7 @@ async def _follow(access: Access, take: Take, every: float) -> None:
                 if new != access or complaint:
                     log.info("the web configuration is read again", extra={"file": access.files[0]})
                 access, complaint = new, ""
+        seen = stamps
         await asyncio.sleep(every)
 
 
