@@ -56,6 +56,7 @@ def _plain(beat: Readings) -> dict[str, Any]:
         },
         "engines": {name: {"at": r.at, "took": r.took, "value": asdict(r.value)} for name, r in beat.engines.items()},
         "owners": {str(inode): hop for inode, hop in beat.processes.value.owners.items()},
+        "own": sorted(beat.processes.value.own),
     }
 
 
@@ -72,6 +73,14 @@ def _table(text: str, names: list[str]) -> np.ndarray:
     return table
 
 
+def _process_table(beat: dict[str, Any]) -> ProcessTable:
+    """Older recordings have our own sockets among the owners, as nobody's."""
+    return ProcessTable(
+        {int(inode): hop for inode, hop in beat["owners"].items()},
+        frozenset(beat.get("own", ())),
+    )
+
+
 def _readings(beat: dict[str, Any], topology: Topology, columns: list[str]) -> Readings:
     sockets = beat["sockets"]
     tables = (_table(sockets[which], columns) for which in ("open", "closed"))
@@ -85,5 +94,5 @@ def _readings(beat: dict[str, Any], topology: Topology, columns: list[str]) -> R
             name: Reading(r["at"], r["took"], msgspec.convert(r["value"], EnginePage))
             for name, r in beat["engines"].items()
         },
-        processes=Reading(beat["at"], value=ProcessTable({int(inode): hop for inode, hop in beat["owners"].items()})),
+        processes=Reading(beat["at"], value=_process_table(beat)),
     )

@@ -184,8 +184,8 @@ class ProcessTable:
     """What the process table of this host says about the topology. Refreshed rarely.
 
     ``owners`` answers the questions of the join: for an asked socket inode the hop whose processes hold it, or ``""``
-    when another process does, or nobody known does; an inode is missing while it is not answered (no permission). The
-    exporter's own sockets are always among them.
+    when another process does, or nobody known does; an inode is missing while it is not answered (no permission).
+    ``own`` are the inodes of the exporter's own sockets.
     ``slots`` is ``--max-num-seqs`` times data-parallel size from an engine's command line, by engine name, where it
     stands there. ``families`` are, by engine name, the processes of an engine on this host: those that hold its API's
     listener, their master and all that descend from it; its GPU work is in one of them. ``unseen`` is, by hop name,
@@ -193,6 +193,7 @@ class ProcessTable:
     """
 
     owners: Mapping[int, str] = field(default_factory=dict)
+    own: frozenset[int] = frozenset()
     slots: Mapping[str, int] = field(default_factory=dict)
     families: Mapping[str, frozenset[int]] = field(default_factory=dict)
     unseen: Mapping[str, UnseenSockets] = field(default_factory=dict)

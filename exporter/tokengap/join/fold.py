@@ -26,7 +26,7 @@ from tokengap.join import (
 )
 from tokengap.join.client import CONNECTED, VANISHED
 from tokengap.join.segments import Owned, Segments, in_flight, seems_over, stays
-from tokengap.readings import EnginePage, GatewayPage, Reading, Readings, SocketSnapshot, as_ipv6
+from tokengap.readings import EnginePage, GatewayPage, ProcessTable, Reading, Readings, SocketSnapshot, as_ipv6
 from tokengap.topology import Engine, Topology
 from tokengap.view import (
     AGE_BOUNDS,
@@ -99,7 +99,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
     topology = readings.topology
     pages = {name: reading.value for name, reading in readings.engines.items()}
     snapshot = readings.sockets.value
-    owners = readings.processes.value.owners if readings.processes.value else {}
+    processes = readings.processes.value or ProcessTable()
     dt = 0.0 if state.at is None else max(readings.at - state.at, 0.0)
 
     if snapshot is not None:
@@ -110,7 +110,14 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
         }
         sockets = readings.sockets
         stream_state, seen = streams.advance(
-            state.streams, snapshot, sockets.at, in_engine, owners, blur=sockets.took, blind=blind.blinded(readings)
+            state.streams,
+            snapshot,
+            sockets.at,
+            in_engine,
+            processes.owners,
+            own=processes.own,
+            blur=sockets.took,
+            blind=blind.blinded(readings),
         )
     else:
         stream_state, seen = state.streams, None

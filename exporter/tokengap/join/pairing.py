@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -63,13 +63,15 @@ def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -
     First those whose instants lie within ``tolerance`` seconds, the client's not after the proxy's, and among them
     those that are both answered, or both not. Then those that a slow proxy sent on late: by the instant of their
     answers, or of their headers, if these are as long. Both first with questions and answers of equal size, then
-    without. And what a proxy queued: an upstream request that never had a client goes to the client that has waited
+    without; and last those whose answers a proxy that stood still passed on much later. And what a proxy queued: an upstream request that never had a client goes to the client that has waited
     longest, first in, first out. ``blur`` is the seconds that the dump of the sockets took.
     """
     pairs = _asked_together(up, down, [], tolerance, blur, alike=True)
     pairs += _heard_together(up, down, pairs, tolerance)
     pairs += _asked_together(up, down, pairs, tolerance, blur, alike=False)
     pairs += _delayed(up, down, pairs)
+    stalled = replace(down, heard=np.where(down.asks, down.heard, np.nan))
+    pairs += _heard_together(up, stalled, pairs, tolerance, SLOWEST_PROXY)
     late = [i for i in _free(up, [i for i, _ in pairs], None) if up.open[i]]
     waiting = [j for j in _free(down, [j for _, j in pairs], False) if down.open[j]]
     for i in late:
@@ -96,15 +98,15 @@ def _asked_together(
 
 
 def _heard_together(
-    up: Requests, down: Requests, pairs: list[tuple[int, int]], tolerance: float
+    up: Requests, down: Requests, pairs: list[tuple[int, int]], tolerance: float, slow: float = SLOW_ANSWER
 ) -> list[tuple[int, int]]:
-    """Match answers, or headers, that came and were passed on at one instant, and are as long; in the order in which
-    they were asked for."""
+    """Match answers, or headers, that came and were passed on within ``slow`` seconds, and are as long; in the order in
+    which they were asked for."""
     clients = _oldest_first(down, ~np.isnan(down.heard), [j for _, j in pairs])
     found: list[tuple[int, int]] = []
     for i in _oldest_first(up, ~np.isnan(up.heard), [i for i, _ in pairs]):
         later = down.heard[clients] - up.heard[i]
-        fits = (later >= -tolerance) & (later <= tolerance + SLOW_ANSWER)
+        fits = (later >= -tolerance) & (later <= tolerance + slow)
         fits &= np.abs(down.got[clients] - up.got[i]) <= _slip(np.maximum(down.got[clients], up.got[i]))
         fits &= (down.asked[clients] <= up.asked[i] + AT_ONCE) & (down.asked[clients] >= up.asked[i] - SLOWEST_PROXY)
         if fits.any():

@@ -38,7 +38,7 @@ from tokengap.join.segments import (
 )
 from tokengap.join.signs import Signs, Talk, listen, note_leavers, signs
 from tokengap.join.sockets import Sides, Tracked, ages, caller_keys, connection_keys, follow, locate, nobody, sides
-from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot
+from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot, SocketTable
 from tokengap.topology import Topology
 
 #: Seconds after which an upstream request that a hop surely owns and that never had a client is an orphan: it was left
@@ -84,6 +84,7 @@ class StreamState:
     questions: frozenset[int]  # inodes of carriers whose owner would settle something
     talk: Talk = field(default_factory=Talk)
     began: float = 0.0  # the first beat
+    own: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))  # cookies, both ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +156,21 @@ def advance(
     engines: Mapping[int, InEngine],
     owners: Mapping[int, str],
     *,
+    own: frozenset[int] = frozenset(),
     blur: float = 0.0,
     blind: frozenset[int] = frozenset(),
 ) -> tuple[StreamState, Streams]:
     """Take one snapshot in. ``engines``: what each engine's page says, by index, where it could be read. ``owners``:
-    answers to the questions of earlier beats. ``blur``: how long the dump lasted, the uncertainty of its ages.
-    ``blind``: the hops, by index, that have clients whose requests no socket of theirs tells apart."""
+    answers to the questions of earlier beats. ``own``: inodes of sockets by which we ask ourselves. ``blur``: how long
+    the dump lasted, the uncertainty of its ages. ``blind``: the hops, by index, that have clients whose requests no
+    socket of theirs tells apart."""
     topology = state.topology
     both = np.concatenate([snapshot.open, snapshot.closed, nobody()])
     order = np.argsort(both["cookie"], kind="stable")
     both, ended = both[order], order >= len(snapshot.open)
+    ours = _our_own(both, state.own, own)
+    state = replace(state, own=both["cookie"][ours])
+    both, ended = both[~ours], ended[~ours]
     side = sides(both, topology, snapshot.namespaces)
     now = follow(state.track, both, ended, (side.down >= 0) | (side.engine_side >= 0), at)
 
@@ -215,6 +221,17 @@ def advance(
     seen = signs(talk, now, side, seg, held.hop, len(topology.hops))
     clients = now.rows[now.find(seg[path.first]["down"])]
     return state, Streams(seg, path, held, clients, returned, seen)
+
+
+def _our_own(rows: SocketTable, before: NDArray[np.uint64], inodes: frozenset[int]) -> NDArray[np.bool_]:
+    """Mark both ends of the connections by which this exporter asks engines and proxies: no client's, no stream.
+
+    A socket that is destroyed has no inode any more: then its cookie of ``before`` tells.
+    """
+    ours = np.isin(rows["inode"], list(inodes)) | (locate(before, rows["cookie"]) >= 0)
+    if ours.any():
+        ours |= locate(np.sort(connection_keys(rows[ours], reverse=True)), connection_keys(rows)) >= 0
+    return np.asarray(ours, dtype=np.bool_)
 
 
 def _hear_owners(state: StreamState, owners: Mapping[int, str], now: Tracked) -> tuple[StreamState, Segments]:
@@ -507,7 +524,7 @@ def _own(
     seg["client"] = np.where(left, GONE, np.where(alone & unknown, UNSEEN, seg["client"]))
     seg["gone"] = np.where(left & np.isnan(seg["gone"]), at, seg["gone"])
     # What keeps answering without being asked again is a stream, not a poll.
-    seg["trial"] &= ~((seg["grew"] == at) & (seg["born"] < at) & flying)
+    seg["trial"] &= ~((seg["grew"] == at) & (seg["answered"] < at) & flying)
     return seg
 
 

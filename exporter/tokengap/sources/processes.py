@@ -82,8 +82,8 @@ class Processes:
                 self._slots, self._families, self._unseen = found.slots, found.families, found.unseen
                 answers |= {inode: owner for inode, owner in found.owners.items() if inode in questions}
         # Our own sockets without being asked: our reads of an engine's page go where the streams go.
-        own = dict.fromkeys(holders((os.getpid(),), None).pids, "")
-        return ProcessTable(owners=own | answers, slots=self._slots, families=self._families, unseen=self._unseen)
+        own = frozenset(holders((os.getpid(),), None).pids)
+        return ProcessTable(answers, own, self._slots, self._families, self._unseen)
 
     def _recall(self, questions: frozenset[int], now: float) -> dict[int, str]:
         if now - self._turned > _FORGET_SECONDS or len(self._answers) > _MOST_ANSWERS:
