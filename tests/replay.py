@@ -54,10 +54,20 @@ def _plain(beat: Readings) -> dict[str, Any]:
             "open": _text(snapshot.open),
             "closed": _text(snapshot.closed),
         },
-        "engines": {name: {"at": r.at, "took": r.took, "value": asdict(r.value)} for name, r in beat.engines.items()},
+        "engines": {name: _plain_page(reading) for name, reading in beat.engines.items()},
         "owners": {str(inode): hop for inode, hop in beat.processes.value.owners.items()},
         "own": sorted(beat.processes.value.own),
     }
+
+
+def _plain_page(reading: Reading[EnginePage]) -> dict[str, Any]:
+    page = {"at": reading.at, "took": reading.took}
+    return page | ({"error": reading.error} if reading.value is None else {"value": asdict(reading.value)})
+
+
+def _page(plain: dict[str, Any]) -> Reading[EnginePage]:
+    value = msgspec.convert(plain["value"], EnginePage) if "value" in plain else None
+    return Reading(plain["at"], plain["took"], value, plain.get("error"))
 
 
 def _text(table: np.ndarray) -> str:
@@ -90,9 +100,6 @@ def _readings(beat: dict[str, Any], topology: Topology, columns: list[str]) -> R
         wall=beat["wall"],
         topology=topology,
         sockets=Reading(sockets["at"], sockets["took"], snapshot),
-        engines={
-            name: Reading(r["at"], r["took"], msgspec.convert(r["value"], EnginePage))
-            for name, r in beat["engines"].items()
-        },
+        engines={name: _page(plain) for name, plain in beat["engines"].items()},
         processes=Reading(beat["at"], value=_process_table(beat)),
     )
