@@ -63,7 +63,8 @@ async def test_three_streams_over_one_connection_of_which_one_is_reset(name: str
                 assert proxy_view.streams == 2
                 if name != "nginx":
                     assert (proxy_view.h2_connections, proxy_view.h2_streams) == (1, 2)
-                    assert (proxy_view.client_aborts, proxy_view.resets) == (1, 1)
+                    assert proxy_view.client_aborts == 1
+                    assert proxy_view.resets in (1, 2)  # a client resets again for data that was under way
             assert max(map(orphans, watch.views)) == 0
             client.reset(answers[0])
             client.reset(answers[2])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
+from aiohappyeyeballs import AddrInfoType
 
 import tokengap.join
 from tokengap.beat import Beat, Sources
+from tokengap.readings import ProcessTable
 from tokengap.sources.engine import EngineSource
 from tokengap.sources.processes import Processes
 from tokengap.sources.proxies import proxy_source
@@ -56,6 +60,25 @@ def blind_spots(view: View) -> dict[str, bool | None]:
     return {spot.kind: spot.blind for spot in view.blind_spots if spot.hop == view.hop_names[0]}
 
 
+class _OneOfTwo(Processes):
+    """Our users are in the same process, and not the exporter's: its own sockets are those that it opened itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: set[int] = set()
+
+    def socket(self, address: AddrInfoType) -> socket.socket:
+        """Open one for the exporter."""
+        family, kind, protocol, *_ = address
+        opened = socket.socket(family, kind, protocol)
+        self._opened.add(os.fstat(opened.fileno()).st_ino)
+        return opened
+
+    async def read(self, topology: Topology, questions: frozenset[int]) -> ProcessTable:
+        table = await super().read(topology, questions)
+        return replace(table, own=table.own & self._opened)
+
+
 async def _nowhere(_: View) -> None:
     return None
 
@@ -63,13 +86,13 @@ async def _nowhere(_: View) -> None:
 @asynccontextmanager
 async def watching(topology: Topology) -> AsyncIterator[Watch]:
     """Watch with the sources that `serve` uses."""
-    sockets = Sockets()
+    sockets, processes = Sockets(), _OneOfTwo()
     try:
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=processes.socket)) as session:
             sources = Sources(
                 sockets=sockets,
                 engines={e.name: EngineSource(e, session, deadline=5.0) for e in topology.engines},
-                processes=Processes(),
+                processes=processes,
                 proxies={one.hop: proxy_source(one, session, deadline=5.0) for one in topology.interfaces},
             )
             yield Watch(Beat(topology, sources, tokengap.join, _nowhere), topology.interval)

@@ -63,8 +63,9 @@ def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -
     First those whose instants lie within ``tolerance`` seconds, the client's not after the proxy's, and among them
     those that are both answered, or both not. Then those that a slow proxy sent on late: by the instant of their
     answers, or of their headers, if these are as long. Both first with questions and answers of equal size, then
-    without; and last those whose answers a proxy that stood still passed on much later. And what a proxy queued: an upstream request that never had a client goes to the client that has waited
-    longest, first in, first out. ``blur`` is the seconds that the dump of the sockets took.
+    without; and last those whose answers a proxy that stood still passed on much later. And what a proxy queued: an
+    upstream request that never had a client goes to the client that has waited longest, first in, first out. ``blur``
+    is the seconds that the dump of the sockets took.
     """
     pairs = _asked_together(up, down, [], tolerance, blur, alike=True)
     pairs += _heard_together(up, down, pairs, tolerance)

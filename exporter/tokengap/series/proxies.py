@@ -57,8 +57,8 @@ PROXY_CLIENT_ABORTS = Series(
 PROXY_RESETS = Series(
     name="tokengap_proxy_http2_resets_total",
     kind="counter",
-    help="Streams of HTTP/2 that clients reset while their connection went on, since the proxy was first read by this "
-    "exporter. No socket shows them.",
+    help="Resets of HTTP/2 streams by clients whose connection went on, as the proxy counts them (a client may reset "
+    "one again for data that was under way), since it was first read by this exporter. No socket shows them.",
     labels=("hop",),
     read=_per_hop(lambda proxy: proxy.resets),
 )
