@@ -15,13 +15,16 @@ from tokengap.join.client import CONNECTED, GONE
 from tokengap.join.pairing import Amounts, Requests, by_volume, in_order, pair
 from tokengap.join.segments import HEADER_MOST, HEADER_SECONDS, OWNED, SAME_INSTANT, UNSEEN, Segments
 from tokengap.join.sockets import Sides, Tracked, locate
-from tokengap.readings import ESTABLISHED
+from tokengap.readings import CLOSE_WAIT, ESTABLISHED
 
 #: How many times as much as one request a client's socket has received that carried several, at least.
 SEVERAL = 1.5
 
 #: Bytes that a proxy may hold back from a client that it serves (nginx with proxy_buffering on: two buffers of 8 KB).
 HELD_BACK = 16 * 1024
+
+#: By which factor amounts agree better, where two clients are exchanged that agree well enough as they are.
+FAR_BETTER = 0.25
 
 #: Bytes that the header of an answer has at least.
 HEADER_LEAST = 128
@@ -136,7 +139,10 @@ def _pair_free(
     silent = (sent > received) | (now.rows["bytes_sent"] == 0)  # since it asked: a poll has had its answer
     asks = ~now.known | waits | (now.d_written > 0)
     free = (side.down == hop) & ~now.ended & ~_busy(seg, now, at, blur) & (now.rows["bytes_received"] != 0)
-    free &= (asks | (passed_on <= HEADER_MOST)) & ((now.rows["state"] == ESTABLISHED) | ~now.known)
+    # One that half-closed while the proxy queued it is served all the same, and nobody else's.
+    never_served = locate(np.unique(seg["down"]), now.rows["cookie"]) < 0
+    half_closed = (now.rows["state"] == CLOSE_WAIT) & (now.d_written > 0) & never_served
+    free &= (asks | (passed_on <= HEADER_MOST)) & ((now.rows["state"] == ESTABLISHED) | ~now.known | half_closed)
 
     wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
     if not len(wanting) or not len(candidates):
@@ -203,7 +209,8 @@ def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> No
     seg["trial"][i] = False
     seg["gone"][i] = np.nan
     seg["client"][i] = CONNECTED
-    seg["acked"][i] = 0
+    before = now.track["acked"][row] - now.d_acked[row] - now.track["begun"][row]  # had it this answer already
+    seg["acked"][i] = max(before, 0)
     seg["lag"][i] = np.nan
 
 
@@ -274,13 +281,15 @@ def _sort_out(
     the first bytes of a stream came, its client got      their clients: the bytes went where they came from
     none; a client got as many, whose stream brought none
     the client got other amounts than its stream          clients between streams, so that amounts agree
+    of two that waited in the proxy each got what the     their clients
+    other's stream brought, nearly to the byte
     a client that closed had got what its stream did not  clients, so that it had a stream that brought as much or more
     more arrived than any proxy holds back, or a whole    the client goes to a stream that waits without one;
     answer, and the client never got a token              if there is none and the stream is over: it had left
     ====================================================  ====================================================
     """
     tolerance = 2 * SAME_INSTANT + blur
-    for rule in (_cut_together, _by_first_bytes, _by_amount, _left_midway, _never_fed):
+    for rule in (_cut_together, _by_first_bytes, _by_amount, _crossed, _left_midway, _never_fed):
         burst = _burst(seg, now, mine, hop, ratio, at, blur)
         if len(burst.rows) < 2:
             return
@@ -377,6 +386,22 @@ def _by_first_bytes(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, 
 def _by_amount(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
     fed, flowing = burst.amiss & burst.seen & ~burst.waits, burst.amiss & ~burst.mute
     yield from _as_amounts_agree(burst, fed, flowing, tolerance, partly=False)
+
+
+def _crossed(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    queued = burst.seen & ~burst.mute & ~burst.waits & (burst.asked_up - burst.asked_down > tolerance)
+    rows = np.flatnonzero(queued)
+    came, went = burst.came_up[rows], burst.went_down[rows]
+    by_went = np.argsort(went, kind="stable")
+    off = np.abs(went - came)
+    done: set[int] = set()
+    for i in np.flatnonzero(off > HEADER_MOST):
+        near = np.searchsorted(went[by_went], came[i])
+        for j in by_went[max(near - 1, 0) : near + 1]:
+            crossed = abs(went[j] - came[i]) + abs(went[i] - came[j])
+            if crossed < FAR_BETTER * (off[i] + off[j]) and not {int(i), int(j)} & done:
+                done |= {int(i), int(j)}
+                yield rows[i], rows[j]
 
 
 def _left_midway(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:

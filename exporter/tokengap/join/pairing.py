@@ -27,6 +27,9 @@ REWRITTEN_BYTES, REWRITTEN_SHARE = 64, 0.03
 #: at once: 0.35).
 SLOWEST_PROXY = 120.0
 
+#: Bytes by which an answer on its way differs at both sides of a proxy that passes it on as it comes.
+NEARLY_BYTES = 256
+
 #: Seconds that a slow one may take to pass an answer on.
 SLOW_ANSWER = 0.3
 
@@ -101,33 +104,37 @@ def _asked_together(
 def _heard_together(
     up: Requests, down: Requests, pairs: list[tuple[int, int]], tolerance: float, slow: float = SLOW_ANSWER
 ) -> list[tuple[int, int]]:
-    """Match answers, or headers, that came and were passed on within ``slow`` seconds, and are as long; in the order in
-    which they were asked for."""
-    clients = _oldest_first(down, ~np.isnan(down.heard), [j for _, j in pairs])
+    """Match answers, or headers, that came and were passed on within ``slow`` seconds, and are as long, the equal ones
+    first; in the order in which they were asked for."""
     found: list[tuple[int, int]] = []
-    for i in _oldest_first(up, ~np.isnan(up.heard), [i for i, _ in pairs]):
-        later = down.heard[clients] - up.heard[i]
-        fits = (later >= -tolerance) & (later <= tolerance + slow)
-        fits &= np.abs(down.got[clients] - up.got[i]) <= _slip(np.maximum(down.got[clients], up.got[i]))
-        fits &= (down.asked[clients] <= up.asked[i] + AT_ONCE) & (down.asked[clients] >= up.asked[i] - SLOWEST_PROXY)
-        if fits.any():
-            found.append((int(i), int(clients[fits.argmax()])))
-            clients = np.delete(clients, fits.argmax())
+    for nearly in (NEARLY_BYTES, np.inf):
+        clients = _oldest_first(down, ~np.isnan(down.heard), [j for _, j in pairs + found])
+        for i in _oldest_first(up, ~np.isnan(up.heard), [i for i, _ in pairs + found]):
+            asked, got = down.asked[clients], down.got[clients]
+            later = down.heard[clients] - up.heard[i]
+            fits = (later >= -tolerance) & (later <= tolerance + slow)
+            fits &= np.abs(got - up.got[i]) <= np.minimum(_slip(np.maximum(got, up.got[i])), nearly)
+            fits &= (asked <= up.asked[i] + AT_ONCE) & (asked >= up.asked[i] - SLOWEST_PROXY)
+            if fits.any():
+                found.append((int(i), int(clients[fits.argmax()])))
+                clients = np.delete(clients, fits.argmax())
     return found
 
 
 def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Match answers that flow to clients that get one, where the proxy took its time to ask: in their order, and none
-    before its client had asked."""
-    flowing = [j for j in _free(down, [j for _, j in pairs], True) if down.open[j]]
+    """Match answers that flow to clients that get one, where the proxy took its time to ask: those that are equally
+    long, then in their order; none before its client had asked."""
     found: list[tuple[int, int]] = []
-    for i in _free(up, [i for i, _ in pairs], True):
-        if not up.open[i]:
-            continue
-        while flowing and down.asked[flowing[0]] < up.asked[i] - SLOWEST_PROXY:
-            flowing.pop(0)
-        if flowing and down.asked[flowing[0]] <= up.asked[i]:
-            found.append((i, flowing.pop(0)))
+    for nearly in (NEARLY_BYTES, np.inf):
+        flowing = [j for j in _free(down, [j for _, j in pairs + found], True) if down.open[j]]
+        for i in _free(up, [i for i, _ in pairs + found], True):
+            if not up.open[i]:
+                continue
+            asked = (j for j in flowing if up.asked[i] - SLOWEST_PROXY <= down.asked[j] <= up.asked[i])
+            first = next((j for j in asked if abs(down.got[j] - up.got[i]) <= nearly), None)
+            if first is not None:
+                flowing.remove(first)
+                found.append((i, first))
     return found
 
 

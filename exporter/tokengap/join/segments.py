@@ -62,7 +62,7 @@ SEGMENT = np.dtype(
         ("header", "i8"),  # bytes of the header, 0 while not seen on its own
         ("supply", "i8"),  # answer bytes so far, header included
         ("arrived", "i8"),  # of these, since the beat before
-        ("acked", "i8"),  # bytes acknowledged by the client facing this hop, since it was found
+        ("acked", "i8"),  # bytes of this answer acknowledged by the client facing this hop
         ("fresh", "f8"),  # answer bytes, header excluded, not yet credited with tokens
         ("lag", "f8"),  # answer bytes minus what the outermost client acknowledged, in upstream bytes, since paired
         ("level", "f8"),  # the lag at which all was delivered

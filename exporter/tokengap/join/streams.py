@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE, VANISHED, Downstream, client_states
-from tokengap.join.matching import find_clients
+from tokengap.join.matching import HELD_BACK, find_clients
 from tokengap.join.rest import InEngine, await_clients, believe_brief, end_finished
 from tokengap.join.segments import (
     FOREIGN,
@@ -607,7 +607,10 @@ def _deliver(
     first = np.isnan(seg["lag"])
     listening = (path.client >= 0) & (path.client < VANISHED)
     went = d_acked * ratio[hop, 1] / ratio[hop, 0]
-    seg["lag"] = np.where(first & seen, 0.0, seg["lag"] + arrived - went)
+    # One found late starts with what it lacks, where that is more than a proxy holds back from everybody.
+    lacks = seg["supply"] - top["acked"] * ratio[hop, 1] / ratio[hop, 0]
+    late = (lacks > HELD_BACK) & ~direct & ~top["shared"]
+    seg["lag"] = np.where(first & seen, np.where(late, lacks, 0.0), seg["lag"] + arrived - went)
     drift = np.where(direct, 0.0, REFRAMING * went)
     level = np.where(listening, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
     seg["level"] = np.where(first, 0.0, level)
