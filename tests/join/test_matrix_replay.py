@@ -73,12 +73,13 @@ def last_with(views: list[View], out: float) -> Tokens:
 #: it is to be taken out.
 MISSING = {
     "direct-engine-leaks": (
-        "queued streamed",
         "half-close whole",
         "fin whole",
+        "rst whole",
         "queued whole",
     ),
     "direct-kept-connections": ("none streamed",),
+    "haproxy-maxconn-half-closed": ("fin streamed",),
     "haproxy-maxconn-streamed": (
         "fin streamed",
         "vanish streamed",
@@ -91,10 +92,6 @@ MISSING = {
     "litellm-leaking-fin": ("fin streamed",),
     "litellm-nobody-leaves": ("none streamed",),
     "nginx-cache-rst": ("rst streamed",),
-    "nginx-engine-leaks-streamed": (
-        "fin streamed",
-        "queued streamed",
-    ),
     "nginx-pooled-short-answers": ("none streamed",),
     # Recorded when fewer owners were asked for: of two connections it is not told whose they are.
     "nginx-pooled-ten-tokens": ("none streamed",),

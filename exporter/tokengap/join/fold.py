@@ -104,7 +104,7 @@ def step(state: State, readings: Readings) -> tuple[State, View]:
 
     if snapshot is not None:
         in_engine = {
-            i: rest.InEngine(page.requests, endings.finished(state.engines[engine.name].fates, page))
+            i: _in_engine(page, state.engines[engine.name])
             for i, engine in enumerate(topology.engines)
             if (page := pages.get(engine.name)) is not None and page.running is not None
         }
@@ -318,7 +318,8 @@ def _engine(
         own = replace(own, client=np.where(whole, np.int8(CONNECTED), own.client))
         book = ledger.learn_answers(book, own, page, readings.sockets.at, readings.topology.interval)
         limbo = _Limbo(memory.fates.limbo, fates.limbo, ran_out)
-        book, own = _account(book, own, page, gap, hop_names, limbo, readings.topology.interval)
+        lag = reading.at - readings.sockets.at
+        book, own = _account(book, own, page, gap, hop_names, limbo, lag, readings.topology.interval)
 
     waits = _waits(own, seen, index, readings, book.unstreamed)
     curve = memory.curve
@@ -402,6 +403,12 @@ def _running(own: Owned, page: EnginePage, limbo: Sequence[silent.Left]) -> tupl
     return float(holds.sum()), float((holds & orphan).sum())
 
 
+def _in_engine(page: EnginePage, memory: EngineMemory) -> rest.InEngine:
+    # Where most answers come at once, one that came and went may well be what the engine finished.
+    lost = 0 if memory.ledger.mostly_at_once else len(memory.fates.limbo)
+    return rest.InEngine(page.requests, endings.finished(memory.fates, page), lost)
+
+
 def _own(seen: streams.Streams | None, index: int) -> Owned | None:
     """Return the streams that go to this engine."""
     if seen is None:
@@ -427,6 +434,7 @@ def _account(
     gap: endings.Excess,
     hop_names: tuple[str, ...],
     limbo: _Limbo,
+    lag: float,
     beat: float,
 ) -> tuple[ledger.Ledger, Owned]:
     """Credit, correct and settle. Without a page nothing is credited: what is in flight keeps its bytes, and what ended
@@ -445,7 +453,7 @@ def _account(
             unseen=unseen,
         )
         book = replace(book, owed=None, unseen=gap.unseen)
-        book, everyone = ledger.credit(book, everyone, quiet, hop_names, alone=gap.now == 0)
+        book, everyone = ledger.credit(book, everyone, quiet, hop_names, alone=gap.now == 0, lag=lag, beat=beat)
         book, everyone = ledger.correct(book, everyone, page, limbo.ran_out, beat)
     book, everyone = ledger.settle(book, everyone, hop_names)
     if page is None:

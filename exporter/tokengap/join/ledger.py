@@ -37,6 +37,16 @@ PATIENCE = 3
 #: Differences between counted tokens and the worth of bytes below this are noise, not a silent sequence at work.
 NOISE_SHARE, NOISE_TOKENS = 0.10, 2.0
 
+#: The share of the tokens of a beat that may have been counted before their bytes came, while answers go on.
+AHEAD_SHARE = 0.25
+
+#: Tokens from which on their bytes tell something.
+LEAST_LEARNED = 8.0
+
+#: By which share of a beat the page may be read earlier or later after the sockets than in the beat before, and the
+#: beat still tell what bytes are worth.
+EVEN_SHARE = 0.02
+
 #: The share of answers at once from which on first bytes are taken for a whole answer.
 MOSTLY_AT_ONCE = 0.5
 
@@ -49,12 +59,13 @@ class Ledger:
     """What is remembered of one engine's tokens between beats.
 
     ``counter`` and ``born`` are the page's token counter and start time when last read; ``pool`` the tokens not yet
-    placed, for ``waited`` beats. ``learned`` holds bytes and tokens seen together while nothing was silent, ``answers``
-    how many streams came at once and how many ended at all. ``unseen``: requests that never had a socket here, in the
-    beat before. ``owed`` are streams that ended while the page could not be read. ``doubts`` are tokens of requests
-    that have no socket any more, and ``told`` what the engine counted, as in :mod:`~tokengap.join.silent`.
-    ``unfinished`` are tokens of requests that never finished, as the engine's own counters tell when it is at rest, and
-    ``difference`` what these showed then; None until they did.
+    placed, for ``waited`` beats; ``ahead`` of them were counted before their bytes came, for the page was read ``lag``
+    seconds after the sockets (0 where no answer went on). ``learned`` holds bytes and tokens seen together while
+    nothing was silent, ``answers`` how many streams came at once and how many ended at all. ``unseen``: requests that
+    never had a socket here, in the beat before. ``owed`` are streams that ended while the page could not be read.
+    ``doubts`` are tokens of requests that have no socket any more, and ``told`` what the engine counted, as in
+    :mod:`~tokengap.join.silent`. ``unfinished`` are tokens of requests that never finished, as the engine's own
+    counters tell when it is at rest, and ``difference`` what these showed then; None until they did.
     """
 
     tokens: Tokens = field(default_factory=Tokens)
@@ -62,6 +73,8 @@ class Ledger:
     born: float | None = None
     pool: float = 0.0
     waited: int = 0
+    ahead: float = 0.0
+    lag: float = 0.0
     learned: tuple[float, float] = (0.0, 0.0)
     answers: tuple[float, float] = (0.0, 0.0)
     unseen: float = 0.0
@@ -75,7 +88,7 @@ class Ledger:
     def bytes_per_token(self) -> float | None:
         """Body bytes of a streamed token on this engine, None until learned."""
         received, tokens = self.learned
-        return received / tokens if tokens >= 8 else None
+        return received / tokens if tokens >= LEAST_LEARNED else None
 
     @property
     def unstreamed(self) -> float:
@@ -124,12 +137,13 @@ def take_back(ledger: Ledger, segments: Segments) -> Ledger:
 
 
 def credit(
-    ledger: Ledger, streams: Owned, silent: Silent, hops: tuple[str, ...], *, alone: bool
+    ledger: Ledger, streams: Owned, silent: Silent, hops: tuple[str, ...], *, alone: bool, lag: float, beat: float
 ) -> tuple[Ledger, Owned]:
     """Give the pool to the streams that earned it. Returns the streams with their tokens; bytes are used up.
 
     ``streams`` are those in flight and those that ended since the beat before; ``hops`` names indices, last "engine".
-    ``alone``: the engine has no request but these, so what their bytes are worth can be learned.
+    ``alone``: the engine has no request but these, so what their bytes are worth can be learned; most from two beats in
+    which the page was read as long after the sockets (``lag`` seconds). ``beat`` is the seconds between two beats.
     """
     seg = streams.segments.copy()
     pool = ledger.pool
@@ -137,12 +151,18 @@ def credit(
     bytes_ = float(earning.sum())
     worth = bytes_ / ledger.bytes_per_token if ledger.bytes_per_token else None
     flowing = int((earning > 0).sum())
+    goes_on = bool((np.isnan(seg["ended"]) & (earning > 0)).any())
+    lag = lag if goes_on else 0.0  # when nothing comes any more, nothing is outstanding
+    even = abs(lag - ledger.lag) <= EVEN_SHARE * beat
     stranger_free = alone and silent.leaked + silent.unseen == 0 and not ledger.mostly_at_once
 
+    ahead = 0.0
     if bytes_ <= 0:
         seen = 0.0
     elif silent.count == 0 or (worth is None and stranger_free and bytes_ >= STREAMED_BYTES * pool):
-        seen = pool
+        if worth is not None and stranger_free and goes_on and not even:
+            ahead = min(max(pool - worth, 0.0), AHEAD_SHARE * pool)
+        seen = pool - ahead
     elif worth is None:
         seen = pool * flowing / (flowing + silent.count)
     else:
@@ -167,7 +187,8 @@ def credit(
             orphaned[hops[-1]] = orphaned.get(hops[-1], 0.0) + each * silent.streaming
         unattributed += each * silent.unseen
         rest = 0.0
-    elif rest > 0:
+        ahead = 0.0
+    elif rest > 0 and not ahead:
         waited = ledger.waited + 1
         if waited > PATIENCE:
             unattributed += rest
@@ -175,11 +196,16 @@ def credit(
 
     learned = ledger.learned
     if bytes_ > 0 and pool > 0 and stranger_free and seen == pool:
-        learned = (FADE * learned[0] + bytes_, FADE * learned[1] + pool)
+        tokens = pool - ledger.ahead
+        if even:
+            learned = (FADE * learned[0] + bytes_, FADE * learned[1] + tokens)
+        elif worth is None and tokens >= LEAST_LEARNED:  # better than nothing
+            learned = (bytes_ * LEAST_LEARNED / tokens, LEAST_LEARNED)
     # Bytes that met a page are used up, with or without tokens; those on trial wait for the verdict on their stream.
     seg["fresh"] = np.where(seg["trial"], seg["fresh"], 0.0)
-    tokens = replace(ledger.tokens, orphaned=orphaned, unattributed=unattributed)
-    ledger = replace(ledger, tokens=tokens, pool=rest, waited=waited, learned=learned, doubts=doubts)
+    split = replace(ledger.tokens, orphaned=orphaned, unattributed=unattributed)
+    ledger = replace(ledger, tokens=split, pool=rest, waited=waited, learned=learned, doubts=doubts)
+    ledger = replace(ledger, ahead=ahead, lag=lag)
     return ledger, replace(streams, segments=seg)
 
 

@@ -45,10 +45,12 @@ LEAST_ANSWER = 256
 
 @dataclass(frozen=True, slots=True)
 class InEngine:
-    """How many requests an engine has, running and waiting, and how many it finished since the beat before."""
+    """How many requests an engine has, running and waiting, and how many it finished since the beat before. ``lost``:
+    how many it may have that lost their socket before; those it finished may be of these."""
 
     requests: float
     finished: float
+    lost: int = 0
 
 
 def end_finished(
@@ -145,6 +147,7 @@ def believe_brief(
         mine = seg["engine"] == engine
         if engine in engines:
             unexplained = int(engines[engine].finished) - int((over & mine & ~seg["trial"]).sum())
+            unexplained -= engines[engine].lost
             longest = np.flatnonzero(brief & mine)[np.argsort(-seg["supply"][brief & mine], kind="stable")]
             believed = longest[: max(unexplained, 0)]
             seg["trial"][believed] = False
