@@ -187,9 +187,9 @@ class SourceNow(msgspec.Struct, frozen=True):
 class Now(msgspec.Struct, frozen=True):
     """All that is shown of one beat. Times are in seconds, ``wall`` in Unix time; None where something is not known.
 
-    ``at`` is by a clock that does not jump. ``engines`` are those that most need to be looked at, ``troubles`` the worst
-    and ``sources`` first those that are down; how many there are in all is beside each. ``rates`` are those of all
-    engines. ``gpus`` is None where they are not asked for.
+    ``at`` is by a clock that does not jump. ``engines`` are those that most need a look, ``troubles`` the worst and
+    ``sources`` first those that are down; how many there are in all is beside each. ``rates`` are those of all engines.
+    ``gpus`` is None where they are not asked for.
     """
 
     version: str

@@ -153,9 +153,7 @@ class _Routes:
             return _refused(error)
         view = self._serving.view
         headers = {} if view is None else _rest(request, len(view.engines), limit, offset)
-        return await self._json(
-            ("engines", limit, offset), partial(engines_json, limit=limit, offset=offset), headers
-        )
+        return await self._json(("engines", limit, offset), partial(engines_json, limit=limit, offset=offset), headers)
 
     async def hops(self, _: web.Request) -> web.Response:
         """Answer with what proxies tell and what cannot be seen of each hop."""

@@ -17,7 +17,6 @@ from tokengap.topology import Topology
 from tokengap.view import View
 from tokengap.web.history import History
 
-
 #: Answers that are kept for others who ask for the same of a view: a page or two for each of some people who watch.
 MOST_MADE: Final = 64
 

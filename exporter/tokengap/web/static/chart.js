@@ -30,7 +30,7 @@ export class Chart {
     const y = (value) => (HEIGHT * (1 - value / top)).toFixed(1);
     const points = outlines.map((outline) => outline.map(([time, value]) => `${x(time)} ${y(value)}`));
     const path = (all) => (all.length ? `M${all.join("L")}` : "");
-    this.areas.forEach((area, n) => area.setAttribute("d", path([...points[n + 1], ...points[n].toReversed()])));
+    for (const [n, area] of this.areas.entries()) area.setAttribute("d", path([...points[n + 1], ...points[n].toReversed()]));
     this.lines[0].setAttribute("d", path(points.at(-1)));
     this.lines[1].setAttribute("d", path(points[1]));
     this.#say(rates, top, span);
@@ -53,9 +53,8 @@ export class Chart {
 // was generated; `span` seconds wide and `top` tokens a second high.
 export function layers(curves) {
   const times = curves.at.map((time) => time - curves.at.at(-1));
-  let height = times.map(() => 0);
-  const heights = [height];
-  for (const name of AREAS) heights.push((height = height.map((value, n) => value + curves[name][n])));
+  const heights = [times.map(() => 0)];
+  for (const name of AREAS) heights.push(heights.at(-1).map((value, n) => value + curves[name][n]));
   heights.push(curves.generated);
   return {
     span: Math.max(-(times[0] ?? 0), LEAST),
