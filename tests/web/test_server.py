@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -30,7 +31,7 @@ from tokengap.web import routes
 from tokengap.web.negotiation import CONTENT_TYPES
 from tokengap.web.routes import make_app
 from tokengap.web.server import Server, parse_listen
-from tokengap.web.serving import Serving
+from tokengap.web.serving import MOST_MADE, Serving
 
 Serve: TypeAlias = Callable[[Serving], Awaitable[aiohttp.ClientSession]]
 
@@ -379,6 +380,19 @@ async def test_the_same_json_is_made_once_a_beat(serve: Serve) -> None:
     serving.publish(view_with(3), serving.page)
     await serving.once_a_view("x", make)
     assert len(made) == 2
+
+
+async def test_what_is_made_for_one_who_asks_is_kept_for_few(serve: Serve) -> None:
+    """However many different things are asked for in one beat, so much stays in memory; each is answered."""
+    serving = published()
+    await serve(serving)
+
+    def make(view: object, number: int) -> bytes:
+        return b"%d" % number
+
+    asked = [serving.once_a_view(number, partial(make, number=number)) for number in range(3 * MOST_MADE)]
+    assert await asyncio.gather(*asked) == [b"%d" % number for number in range(3 * MOST_MADE)]
+    assert len(serving._made) == MOST_MADE
 
 
 async def test_engines(serve: Serve) -> None:

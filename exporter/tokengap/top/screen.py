@@ -219,9 +219,9 @@ def _rates(rates: Rates | None, width: int) -> Text:
     line.append(f", {rates.pending:,.0f} pending")
     room = min(width - len(line) - 2, 40)
     if room >= 10 and rates.generated > 0:
-        useful, orphaned = (int(room * part / rates.generated) for part in (rates.useful, rates.orphaned))
-        rest = "░" * (room - useful - orphaned)
-        line.append("  ").append("█" * useful, "blue").append("▒" * orphaned, "red").append(rest, _QUIET)
+        useful, known = (round(room * part / rates.generated) for part in (rates.useful, rates.useful + rates.orphaned))
+        bar = (("█" * useful, "blue"), ("▒" * (known - useful), "red"), ("░" * (room - known), _QUIET))
+        line.append("  ").append_tokens(bar)
     return line
 
 
