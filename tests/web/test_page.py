@@ -139,7 +139,7 @@ async def test_what_the_overview_says(browser: Browser):
             *("haproxy", "nginx: its count has leaked", "http2_clients", "1 connection of HTTP/2 with 3 streams"),
             *("<script>alert(1)</script>", 'spare "b"\\<b>', "not known", "connection refused", "Accounting: exact"),
             *("NVIDIA H100 80GB HBM3", "XID 79 (1)", "slowed down: hw_thermal", "1.00 EUR", "1 lost"),
-            *(":8080", "2 connected, 1 stalled, 1 gone", "Leaks here"),
+            *(":8080", "2 connected, 1 stalled, 1 gone", "Leaks here", "does not answer: connection refused."),
         ):
             assert words in said, words
         assert await tab.text("#verdict li:first-child") == 'spare "b"\\<b> is dead. What to do'

