@@ -205,7 +205,7 @@ def check(server: Fuzzed, request: bytes, statuses: frozenset[int]) -> None:
     # The runbooks' own text may speak of imports.
     assert not [leak for leak in LEAKS if leak in answer and b"<title>" not in answer], answer[:300]
     noise = [record for record in server.records if record.levelno >= logging.WARNING]
-    assert not noise, noise[0].getMessage()
+    assert not noise, (noise[0].name, noise[0].getMessage(), noise[0].exc_info)
     assert not [record for record in server.records if record.name.startswith(("tokengap", "aiohttp"))]
     assert server.healthy()
 
