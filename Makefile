@@ -63,6 +63,7 @@ check: $(VENV)/dev.stamp ## format, lint, types, layers, drift, then the tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/yamllint --strict .
+	$(BIN)/biome lint --error-on-warnings
 	$(BIN)/amlint check deploy/alertmanager.yml
 	$(BIN)/pymarkdown scan README.md CHANGELOG.md docs runbooks
 	$(MAKE) drift

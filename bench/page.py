@@ -25,6 +25,7 @@ from playwright.async_api import Browser, Page, async_playwright
 
 from scrape import running, view_of
 from tokengap.view import View
+from tokengap.web.now import MOST
 from tokengap.web.routes import make_app
 from tokengap.web.server import Server
 from tokengap.web.serving import Serving
@@ -126,7 +127,8 @@ async def measure(url: str, streams: int, rounds: int, seconds: float) -> dict[s
             cores[path] = round((cpu_seconds() - before) / seconds, 3)
             await page.close()
         await browser.close()
-    every_stream, top = (len(fetch(url + path)) for path in ("/api/streams", "/api/now?top=500"))
+    top = len(fetch(f"{url}/api/now?top={MOST}"))
+    every_stream = sum(len(fetch(f"{url}/api/streams?offset={offset}")) for offset in range(0, streams, MOST))
     return {
         "streams": streams,
         "cores": cores["/"],

@@ -24,6 +24,7 @@ from rich.table import Table
 from scrape import view_of
 from tokengap.top.screen import STREAMS, Shown, frame
 from tokengap.topology import Topology
+from tokengap.web.history import Trend
 from tokengap.web.now import MOST, Now, Wanted, now_json
 
 WIDTH, HEIGHT = 200, 60
@@ -56,7 +57,7 @@ def measure(streams: int, rounds: int) -> dict[str, object]:
     view, result = view_of(streams), {"streams": streams}
     for name, height in (("", HEIGHT), ("_500_rows", MOST)):
         want = Wanted(top=height)
-        body = now_json(view, Topology(), {}, want, show_addresses=False)
+        body = now_json(view, Topology(), Trend(), want, show_addresses=False)
         shown = Shown("http://127.0.0.1:10788", want, keys=True)
         ours, theirs = terminal(height), terminal(height)
         redraws, tables = [], []

@@ -61,7 +61,7 @@ async def exporter(settings: Settings, watched: Topology) -> AsyncIterator[tuple
     """Run an exporter while the block lasts. SettingsError: its web configuration; SetupError: the address is taken."""
     serving = Serving(telemetry_path=settings.telemetry_path, show_addresses=settings.show_addresses, watched=watched)
     access = Access() if settings.web_config_file is None else read_access(Path(settings.web_config_file))
-    server = Server(make_app(serving), Guard(access))
+    server = Server(make_app(serving), Guard(access, settings.telemetry_path))
     await server.start(*parse_listen(settings.listen), access.tls)
     serving.site = site(settings, watched, server.url)
     try:

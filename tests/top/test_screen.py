@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from series.example import rich_view, view_with
-from tokengap.top.screen import FILTERS, ORDER_KEYS, Rates, Shown, clean, frame, seconds
+from tokengap.top.screen import FILTERS, ORDER_KEYS, Shown, clean, frame, seconds
 from tokengap.topology import Endpoint, Hop, Topology
-from tokengap.view import Tokens, View
-from tokengap.web.now import ORDERS, Now, Wanted, now
+from tokengap.view import View
+from tokengap.web.history import Rates, Trend
+from tokengap.web.now import ORDERS, Wanted, now
 
 WATCHED = Topology(hops=(Hop("edge", (Endpoint(None, 8080),), ("admit",)), Hop("admit", (), ("worker",))))
 WANT = Wanted(top=40)
@@ -22,7 +23,7 @@ WANT = Wanted(top=40)
 def shown(view: View, want: Wanted = WANT, **more: object) -> Shown:
     """A screen that has taken a view."""
     screen = Shown("http://proxy-3:10788", want, **more)
-    screen.take(now(view, WATCHED, {}, want, show_addresses=False))
+    screen.take(now(view, WATCHED, Trend(), want, show_addresses=False))
     return screen
 
 
@@ -119,31 +120,16 @@ def test_before_and_between():
     assert "203.0.113.x" in said(screen)
 
 
-def at(beats: int, out: float, useful: float, lost: float) -> Now:
-    """A beat with these totals."""
-    engine = replace(rich_view().engines[0], tokens=Tokens(out, useful, {"edge": lost}))
-    view = replace(rich_view(), engines=(engine,), beats=beats, at=1000.0 + beats)
-    return now(view, WATCHED, {}, WANT, show_addresses=False)
-
-
 def test_rates():
-    """Over the newest five seconds, not known from one beat, and anew after a restart."""
-    rates = Rates()
-    rates.add(at(1, 0.0, 0.0, 0.0))
-    rates.add(at(1, 0.0, 0.0, 0.0))
-    assert rates.now() is None
-    for beat in range(2, 20):
-        rates.add(at(beat, 100.0 * beat, 60.0 * beat, 40.0 * beat))
-    assert rates.now() == pytest.approx((100.0, 60.0, 40.0))
-    rates.add(at(20, 1900.0, 1140.0, 760.0))  # nothing moved in the last second
-    assert rates.now() == pytest.approx((80.0, 48.0, 32.0))
-    rates.add(at(1, 50.0, 50.0, 0.0))
-    assert rates.now() is None
+    """Of all engines, as the exporter tells them; not known from one beat. The bar has a part for each of them."""
     screen = shown(rich_view())
-    screen.rates = Rates()
-    screen.take(at(1, 0.0, 0.0, 0.0))
-    screen.take(at(2, 100.0, 60.0, 40.0))
-    assert "100 generated, 60 useful, 40 for nobody (40%)" in said(screen)
+    assert "tokens a second: not known yet" in said(screen)
+    screen.now = msgspec.structs.replace(screen.now, rates=Rates(100.0, 50.0, 25.0, 20.0, 5.0))
+    text = said(screen)
+    assert "100 generated, 50 useful, 25 for nobody (25%), 20 pending" in text
+    assert f"  {'█' * 20}{'▒' * 10}{'░' * 10}\n" in text
+    screen.now = msgspec.structs.replace(screen.now, rates=Rates(0.0, 0.0, 0.0, 0.0, 0.0))
+    assert "0 generated, 0 useful, 0 for nobody (0%), 0 pending\n" in said(screen)
 
 
 @pytest.mark.parametrize(

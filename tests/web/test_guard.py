@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import aiohttp
 import bcrypt
@@ -22,11 +24,14 @@ from tokengap.config.web import RateSettings, Spacing
 from tokengap.series.render import render
 from tokengap.web import guard as guards
 from tokengap.web import server as servers
-from tokengap.web.access import Access
-from tokengap.web.guard import Bucket, Busy, Guard, Passwords
+from tokengap.web.access import Access, read_access
+from tokengap.web.guard import EACH, Bucket, Buckets, Busy, Guard, Passwords
 from tokengap.web.routes import make_app
 from tokengap.web.server import Server
 from tokengap.web.serving import Serving
+from web.certificates import certificates
+
+__all__ = ["certificates"]
 
 #: The cheapest hash that there is.
 HASH = bcrypt.hashpw(b"secret", bcrypt.gensalt(4))
@@ -56,9 +61,9 @@ async def served(access: Access | None = None, app: web.Application | None = Non
         await server.stop()
 
 
-async def said(server: Server, request: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body with which bytes are answered; the answer has to end the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+async def said(server: Server, request: bytes, host: str = "127.0.0.1") -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body with which bytes from an address are answered; the answer has to end the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=(host, 0))
     writer.write(request)
     async with asyncio.timeout(10):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -196,6 +201,46 @@ async def test_too_often():
         answers = [await said(server, get("/metrics")) for _ in range(3)]
         assert [status for status, _, _ in answers] == [401, 401, 429]
         assert answers[-1][1]["Retry-After"] == "1"
+
+
+async def test_too_often_where_no_file_says_how_often(monkeypatch: pytest.MonkeyPatch):
+    """Each client has a bucket of its own, and what lies ready for scrapers and probes takes nothing from it: nobody
+    keeps a scraper out, not even from its own address. Where the file says so, nothing is limited."""
+    monkeypatch.setattr(guards, "EACH", RateSettings(Spacing(3600), Count(2)))
+
+    async def statuses(server: Server, path: str, host: str = "127.0.0.1") -> list[int]:
+        return [(await said(server, get(path), host))[0] for _ in range(3)]
+
+    async with served() as server:
+        assert await statuses(server, "/api/now") == [200, 200, 429]
+        assert await statuses(server, "/metrics?name[]=tokengap_streams") == [429] * 3
+        for path in ("/metrics", "/-/ready"):
+            assert await statuses(server, path) == [200] * 3
+        assert await statuses(server, "/api/now", "127.0.0.2") == [200, 200, 429]
+    async with served(Access(rate=RateSettings(Spacing(0)))) as server:
+        assert await statuses(server, "/api/now") == [200] * 3
+
+
+def test_by_default_there_is_room_for_people():
+    """Thirty tabs of the live page behind one address ask as often as they like, from the moment they are opened."""
+    buckets, asked = Buckets(EACH), 0
+    for second in range(60):
+        for tab in range(30):
+            requests = 12 if second == 0 else 2
+            asked += requests
+            assert all(buckets.take("10.0.0.1", 1000.0 + second + tab / 30) for _ in range(requests))
+    assert asked > 30 * 60 * 2
+
+
+def test_clients_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    """Those that asked last; who asks all the time is among them, and gets no fresh bucket by it."""
+    monkeypatch.setattr(guards, "MOST_CLIENTS", 3)
+    buckets = Buckets(RateSettings(Spacing(3600), Count(6)))
+    for number in range(6):
+        assert buckets.take("busy", 1.0)
+        assert buckets.take(f"10.0.0.{number}", 1.0)
+    assert len(buckets._buckets) == 3
+    assert not buckets.take("busy", 1.0)
 
 
 def test_a_bucket_fills_with_time():
@@ -395,3 +440,58 @@ async def test_an_endless_body_is_not_read(monkeypatch: pytest.MonkeyPatch):
                 return answer
 
         assert (await asyncio.to_thread(post)).startswith(b"HTTP/1.1 405")
+
+
+# --- handshakes -----------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def encrypted(certificates: Path) -> AsyncIterator[tuple[Server, ssl.SSLContext]]:
+    """A server with TLS, and what trusts it."""
+    file = certificates / "handshakes.yml"
+    file.write_text("tls_server_config: {cert_file: server.crt, key_file: server.key}")
+    tls = read_access(file).tls
+    server = Server(make_app(Serving(also=())))
+    await server.start("127.0.0.1", 0, tls)
+    try:
+        yield server, ssl.create_default_context(cafile=certificates / "ca.crt")
+    finally:
+        await server.stop()
+
+
+async def healthy(server: Server, trust: ssl.SSLContext) -> bool:
+    """Whether it answers somebody who can shake hands."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=trust)
+    writer.write(get("/-/healthy"))
+    answer = await reader.read()
+    writer.close()
+    return answer.endswith(b"healthy\n")
+
+
+async def test_handshakes_that_nobody_finishes(certificates: Path, monkeypatch: pytest.MonkeyPatch):
+    """They are counted: one more takes the place of the oldest, and who can shake hands is answered all the while. What
+    is no handshake is over at once, and stopping waits for none."""
+    monkeypatch.setattr(servers, "MOST_HANDSHAKES", 4)
+    async with encrypted(certificates) as (server, trust), asyncio.timeout(20):
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(10)]
+        for reader, _ in silent[:6]:
+            assert await reader.read() == b""
+        assert await healthy(server, trust)
+        assert len(server._handshakes) <= 4
+        silent[-1][1].write(b"GET / HTTP/1.1\r\n\r\n")
+        await silent[-1][0].read()
+        assert await healthy(server, trust)
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_a_handshake_has_its_time(certificates: Path, monkeypatch: pytest.MonkeyPatch):
+    """Who does not finish it is cut off."""
+    monkeypatch.setattr(servers, "HANDSHAKE_DEADLINE", 0.2)
+    async with encrypted(certificates) as (server, _), asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"\x16\x03\x01")
+        assert await reader.read() == b""
+        writer.close()
+        await asyncio.gather(*server._handshakes)
+        assert not server._handshakes

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -30,7 +31,7 @@ from tokengap.web import routes
 from tokengap.web.negotiation import CONTENT_TYPES
 from tokengap.web.routes import make_app
 from tokengap.web.server import Server, parse_listen
-from tokengap.web.serving import Serving
+from tokengap.web.serving import MOST_MADE, Serving
 
 Serve: TypeAlias = Callable[[Serving], Awaitable[aiohttp.ClientSession]]
 
@@ -325,6 +326,8 @@ async def test_streams(serve: Serve) -> None:
     async with client.get("/api/streams") as answer:
         assert answer.headers["Content-Type"].startswith("application/json")
         rows = await answer.json()
+    assert [row["id"] for row in rows] == [13, 12, 11, 14]  # what costs most comes first
+    rows.sort(key=lambda row: row["id"])
     assert rows[0] == {
         "id": 11,
         "engine": "worker",
@@ -353,8 +356,13 @@ async def test_addresses_in_full_when_asked_for(serve: Serve) -> None:
     """`show_addresses` shows address and port."""
     client = await serve(published(show_addresses=True))
     async with client.get("/api/streams") as answer:
-        addresses = [row["client_address"] for row in await answer.json()]
-    assert addresses == ["203.0.113.7:51000", "[2001:db8:1:2::7]:51001", "198.51.100.20:51002", None]
+        addresses = {row["id"]: row["client_address"] for row in await answer.json()}
+    assert addresses == {
+        11: "203.0.113.7:51000",
+        12: "[2001:db8:1:2::7]:51001",
+        13: "198.51.100.20:51002",
+        14: None,
+    }
 
 
 async def test_the_same_json_is_made_once_a_beat(serve: Serve) -> None:
@@ -372,6 +380,19 @@ async def test_the_same_json_is_made_once_a_beat(serve: Serve) -> None:
     serving.publish(view_with(3), serving.page)
     await serving.once_a_view("x", make)
     assert len(made) == 2
+
+
+async def test_what_is_made_for_one_who_asks_is_kept_for_few(serve: Serve) -> None:
+    """However many different things are asked for in one beat, so much stays in memory; each is answered."""
+    serving = published()
+    await serve(serving)
+
+    def make(view: object, number: int) -> bytes:
+        return b"%d" % number
+
+    asked = [serving.once_a_view(number, partial(make, number=number)) for number in range(3 * MOST_MADE)]
+    assert await asyncio.gather(*asked) == [b"%d" % number for number in range(3 * MOST_MADE)]
+    assert len(serving._made) == MOST_MADE
 
 
 async def test_engines(serve: Serve) -> None:
@@ -453,10 +474,12 @@ async def test_pages_for_people(serve: Serve, path: str) -> None:
     async with client.get(path) as answer:
         assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
         html = await answer.text()
-    assert 'href="/metrics"' in html
+    assert 'href="./metrics"' in html
     assert not re.search(r"<style|<script(?! type=\"module\" src=)| on\w+=| style=|https?:", html)
-    for name in re.findall(r'(?:src|href)="(/static/[^"]*)"', html):
-        async with client.get(name) as answer:
+    files = re.findall(r'(?:src|href)="(static/[^"]*)"', html)
+    assert len(files) == 3
+    for name in files:
+        async with client.get(f"/{name}") as answer:
             assert answer.status == 200, name
 
 
@@ -497,7 +520,7 @@ async def test_the_telemetry_path_is_a_setting(serve: Serve) -> None:
     async with client.get("/metrics") as answer:
         assert answer.status == 404
     async with client.get("/") as answer:
-        assert 'href="/prometheus"' in await answer.text()
+        assert 'href="./prometheus"' in await answer.text()
     client = await serve(published(telemetry_path="/"))
     async with client.get("/") as answer:
         assert await answer.read() == serving.page.text

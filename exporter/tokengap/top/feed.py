@@ -128,8 +128,8 @@ class Alone:
         """Return the newest beat, the first as soon as it tells something."""
         await self._settled.wait()
         assert self._view is not None
-        lost = self._history.lost()
-        return now(self._view, self._watched, lost, want, show_addresses=self._show_addresses)
+        trend = self._history.trend()
+        return now(self._view, self._watched, trend, want, show_addresses=self._show_addresses)
 
 
 @asynccontextmanager

@@ -6,9 +6,8 @@ characters.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Generic, TypeVar
 
@@ -16,15 +15,13 @@ from rich.text import Text
 
 from tokengap.view import CLIENTS, Client, EngineView
 from tokengap.web.api import StreamRow
+from tokengap.web.history import Rates
 from tokengap.web.now import BAD_STATES, ORPHANS, HopNow, Now, Wanted
 
 T = TypeVar("T")
 
 NOT_KNOWN: Final = "?"
 _BAD, _WARN, _QUIET, _HEAD = "bold red", "yellow", "bright_black", "bold"
-
-#: Seconds over which rates are taken: engines count in steps, and beats cut them.
-_SMOOTH: Final = 5.0
 
 #: Filters by name, as the key ``f`` goes through them.
 FILTERS: Final[Mapping[str, frozenset[Client]]] = {
@@ -133,43 +130,12 @@ ENGINES: Final[Sequence[Column[EngineView]]] = (
 
 
 @dataclass(slots=True)
-class Rates:
-    """Tokens a second of the newest seconds, out of totals as they come."""
-
-    _points: deque[tuple[int, float, float, float, float]] = field(default_factory=deque)
-
-    def add(self, now: Now) -> None:
-        """Take what is shown now; the first of an exporter that was restarted begins anew."""
-        if self._points and now.beats <= self._points[-1][0]:
-            if now.beats == self._points[-1][0]:
-                return
-            self._points.clear()
-        out = sum(engine.tokens.out for engine in now.engines)
-        useful = sum(engine.tokens.useful for engine in now.engines)
-        lost = sum(hop.orphaned for hop in now.hops)
-        self._points.append((now.beats, now.at, out, useful, lost))
-        while len(self._points) > 2 and self._points[1][1] <= now.at - _SMOOTH:
-            self._points.popleft()
-
-    def now(self) -> tuple[float, float, float] | None:
-        """Return what was generated, useful and for nobody, a second; None before there are two beats."""
-        if not self._points:
-            return None
-        (_, began, *old), (_, ended, *new) = self._points[0], self._points[-1]
-        if ended <= began:
-            return None
-        out, useful, lost = ((b - a) / (ended - began) for a, b in zip(old, new, strict=True))
-        return out, useful, lost
-
-
-@dataclass(slots=True)
 class Shown:
     """What is on the screen: the newest there was to show, what the user chose, and why there is nothing newer."""
 
     name: str
     want: Wanted
     now: Now | None = None
-    rates: Rates = field(default_factory=Rates)
     complaint: str = ""
     paused: bool = False
     keys: bool = False
@@ -177,7 +143,6 @@ class Shown:
     def take(self, now: Now) -> None:
         """Show this from now on."""
         self.now, self.complaint = now, ""
-        self.rates.add(now)
 
 
 def frame(shown: Shown, width: int, height: int | None = None) -> list[Text]:
@@ -211,15 +176,15 @@ def _head(shown: Shown, width: int, height: int | None) -> Iterator[Text]:
         return
     if shown.paused:
         yield Text("paused: p goes on", _WARN)
-    room = len(now.troubles) if height is None else max(height // 4, 1)
-    for trouble in now.troubles[:room]:
+    troubles = now.troubles if height is None else now.troubles[: max(height // 4, 1)]
+    for trouble in troubles:
         yield Text(f"▲ {clean(trouble.says)}  {trouble.runbook}", _BAD)
-    if len(now.troubles) > room:
-        yield Text(f"▲ and {len(now.troubles) - room} more", _BAD)
+    if now.troubles_in_all > len(troubles):
+        yield Text(f"▲ and {now.troubles_in_all - len(troubles)} more", _BAD)
     if now.accounting == "none":
         yield Text("▲ No sockets can be read: whether a hop leaks is not known.", _BAD)
     yield _way(now)
-    yield _rates(shown.rates, width)
+    yield _rates(now.rates, width)
     yield Text("")
 
 
@@ -229,7 +194,8 @@ def _way(now: Now) -> Text:
     way = Text(f"clients: {_people(now.streams.clients)}")
     for hop in hops:
         way.append(" → ").append(f"{clean(hop.name)}{_leak(hop)}", _BAD if hop.leaks else "")
-    engines = clean(now.engines[0].name) if len(now.engines) == 1 else f"{len(now.engines)} engines"
+    number = sum(now.engine_states.values())
+    engines = clean(now.engines[0].name) if number == 1 else f"{number} engines"
     return way.append(" → ").append(f"{engines}{_leak(engine)}", _BAD if engine.leaks else "")
 
 
@@ -244,24 +210,25 @@ def _people(clients: Mapping[Client, int]) -> str:
     return ", ".join(f"{number:,} {client}" for client, number in clients.items() if number) or "none"
 
 
-def _rates(rates: Rates, width: int) -> Text:
-    found = rates.now()
-    if found is None:
+def _rates(rates: Rates | None, width: int) -> Text:
+    if rates is None:
         return Text("tokens a second: not known yet", _QUIET)
-    out, useful, lost = found
-    line = Text(f"tokens a second: {out:,.0f} generated, {useful:,.0f} useful, ")
-    line.append(f"{lost:,.0f} for nobody ({share(lost / out if out else 0.0)})", _BAD if lost >= 1 else "")
+    lost = rates.orphaned / rates.generated if rates.generated else 0.0
+    line = Text(f"tokens a second: {rates.generated:,.0f} generated, {rates.useful:,.0f} useful, ")
+    line.append(f"{rates.orphaned:,.0f} for nobody ({share(lost)})", _BAD if rates.orphaned >= 1 else "")
+    line.append(f", {rates.pending:,.0f} pending")
     room = min(width - len(line) - 2, 40)
-    if room >= 10 and out > 0:
-        of_it = [min(max(round(room * part / out), 0), room) for part in (useful, lost)]
-        line.append("  ").append("█" * of_it[0], "blue").append("▒" * min(of_it[1], room - of_it[0]), "red")
+    if room >= 10 and rates.generated > 0:
+        useful, known = (round(room * part / rates.generated) for part in (rates.useful, rates.useful + rates.orphaned))
+        bar = (("█" * useful, "blue"), ("▒" * (known - useful), "red"), ("░" * (room - known), _QUIET))
+        line.append("  ").append_tokens(bar)
     return line
 
 
 def _engines(now: Now, width: int, height: int | None) -> Iterator[Text]:
-    """Yield the engines, those in trouble first, and no more than a third of the screen."""
-    engines = sorted(now.engines, key=lambda engine: engine.state not in BAD_STATES)
-    room = len(engines) if height is None else max(height // 3, 3)
+    """Yield the engines, those that need to be looked at first, and no more than a third of the screen."""
+    engines = now.engines if height is None else now.engines[: max(height // 3, 3)]
+    more = sum(now.engine_states.values()) - len(engines)
     limit = now.limits.age_cut
 
     def style(engine: EngineView) -> str:
@@ -269,9 +236,9 @@ def _engines(now: Now, width: int, height: int | None) -> Iterator[Text]:
             return _BAD
         return _WARN if engine.state == "restarted" or (engine.queue_age or 0.0) > limit else ""
 
-    yield from table(ENGINES, engines[:room], width, style)
-    if len(engines) > room:
-        yield Text(f"and {len(engines) - room} more engines", _QUIET)
+    yield from table(ENGINES, engines, width, style)
+    if more:
+        yield Text(f"and {more} more engines", _QUIET)
 
 
 def _counted(shown: Shown) -> Text:

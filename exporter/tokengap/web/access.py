@@ -36,7 +36,8 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the file says. Nothing: everybody may ask, in plain HTTP. ``users``: hashes of passwords by name.
+    """What the file says. Nothing: everybody may ask, in plain HTTP. ``users``: hashes of passwords by name. ``rate``:
+    None where it says nothing of it, an interval of 0 where there shall be no limit.
 
     ``files`` is what it was read from.
     """
@@ -53,12 +54,12 @@ def read_access(path: Path) -> Access:
     settings, place = read_web(path)
     tls = settings.tls_server_config
     named = _named(tls, path.parent) if tls is not None and tls.wanted else {}
-    http, rate = settings.http_server_config or HttpSettings(), settings.rate_limit
+    http = settings.http_server_config or HttpSettings()
     return Access(
         tls=None if tls is None or not named else _tls(tls, named, place.at("tls_server_config")),
         users={str(name): hashed.encode() for name, hashed in settings.basic_auth_users.items()},
         headers={str(name): str(value) for name, value in http.headers.items()},
-        rate=rate if rate is not None and rate.interval > 0 else None,
+        rate=settings.rate_limit,
         files=(path, *named.values()),
     )
 

@@ -81,17 +81,13 @@ def stream_rows(view: View, *, show_addresses: bool) -> list[StreamRow]:
     ]
 
 
-def streams_json(view: View, *, show_addresses: bool) -> bytes:
-    """Return ``/api/streams``: a list with a row per stream."""
-    return msgspec.json.encode(stream_rows(view, show_addresses=show_addresses))
-
-
-def engines_json(view: View) -> bytes:
-    """Return ``/api/engines``: each engine's view, its evidence and what is derived from it included."""
+def engines_json(view: View, limit: int, offset: int) -> bytes:
+    """Return ``/api/engines``, as many behind an offset: each engine's view, its evidence and what is derived from it
+    included."""
     rows: list[dict[str, Any]] = [
         msgspec.to_builtins(replace(engine, url=public_url(engine.url)), enc_hook=plain)
         | {"utilization": engine.utilization}
-        for engine in view.engines
+        for engine in view.engines[offset : offset + limit]
     ]
     return msgspec.json.encode(rows)
 

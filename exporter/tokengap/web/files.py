@@ -32,6 +32,9 @@ def static() -> Mapping[str, tuple[bytes, str]]:
 
 @cache
 def page(telemetry_path: str) -> bytes:
-    """Return the live page. What it shows its script fetches; it begins with links, for who has just found it."""
+    """Return the live page. What it shows its script fetches; it begins with links, for who has just found it.
+
+    They are relative, as all links between pages are: a proxy in front may serve the exporter under a prefix.
+    """
     text = (files("tokengap.web") / "static" / _PAGE).read_text()
-    return Template(text).substitute(version=escape(__version__), telemetry_path=escape(telemetry_path)).encode()
+    return Template(text).substitute(version=escape(__version__), telemetry_path=escape(f".{telemetry_path}")).encode()

@@ -15,13 +15,21 @@ import bcrypt
 from aiohttp import BasicAuth, web
 from multidict import CIMultiDict
 
-from tokengap.config.web import RateSettings
+from tokengap.config.values import Count
+from tokengap.config.web import RateSettings, Spacing
 from tokengap.web.access import Access
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 #: What tells only whether this process answers, and is asked by those who have no password: a kubelet, a balancer.
 OPEN: Final = frozenset(("/-/healthy", "/-/ready"))
+
+#: How often each client may ask where the file says nothing of rates: a hundred times a second. A live page asks twice
+#: a second and begins with ten files, so behind one address there is room for some tens of people.
+EACH: Final = RateSettings(Spacing(0.01), Count(500))
+
+#: Clients of which is known how often they have asked, those who asked last.
+MOST_CLIENTS: Final = 1000
 
 #: Passwords that wait to be hashed. One takes some 50 ms of a core, and they are hashed one after the other.
 MOST_WAITING: Final = 16
@@ -47,18 +55,20 @@ _HEADERS: Final[Mapping[str, str]] = {
 class Guard:
     """Lets through who may ask. What it goes by is changed with :meth:`take` while it stands.
 
-    ``busy`` are the connections on which an answer is being made.
+    ``busy`` are the connections on which an answer is being made. ``telemetry_path`` is where bytes lie ready, which
+    only a rate of the file limits: nobody can keep a scraper out, not even from the scraper's own address.
     """
 
-    def __init__(self, access: Access | None = None) -> None:
+    def __init__(self, access: Access | None = None, telemetry_path: str = "/metrics") -> None:
         self.busy: set[web.RequestHandler] = set()
+        self._telemetry_path = telemetry_path
         self.take(access or Access())
 
     def take(self, access: Access) -> None:
         """Go by this from now on."""
         self._passwords = Passwords(access.users) if access.users else None
-        self._bucket = None if access.rate is None else Bucket(access.rate)
-        self._asks = self._passwords is not None or self._bucket is not None
+        self._bucket = Bucket(access.rate) if access.rate is not None and access.rate.interval > 0 else None
+        self._each = Buckets(EACH) if access.rate is None else None
         # As what they will be part of: that is quicker than a dict, and is done for every answer.
         self._headers = CIMultiDict((name, value) for name, value in {**_HEADERS, **access.headers}.items() if value)
 
@@ -75,7 +85,7 @@ class Guard:
         """Answer, or refuse: 429 too often, 401 without the password, 503 while too many passwords are looked at."""
         self.busy.add(request.protocol)
         try:
-            if self._asks and (refused := await self._refusal(request)) is not None:
+            if (refused := await self._refusal(request)) is not None:
                 return refused
             return await handler(request)
         finally:
@@ -85,7 +95,7 @@ class Guard:
         """Return why a request is not answered, None where it is."""
         if request.path in OPEN:
             return None
-        if self._bucket is not None and not self._bucket.take(time.monotonic()):
+        if self._too_often(request, time.monotonic()):
             return _refused(HTTPStatus.TOO_MANY_REQUESTS, "too many requests; try again", {"Retry-After": "1"})
         if self._passwords is None:
             return None
@@ -96,6 +106,13 @@ class Guard:
             return _refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many passwords to look at; try again", again)
         challenge = {"WWW-Authenticate": 'Basic realm="tokengap", charset="UTF-8"'}
         return None if known else _refused(HTTPStatus.UNAUTHORIZED, "a user and a password are needed", challenge)
+
+    def _too_often(self, request: web.Request, now: float) -> bool:
+        if self._bucket is not None:
+            return not self._bucket.take(now)
+        if self._each is None or (request.path == self._telemetry_path and not request.query_string):
+            return False
+        return not self._each.take(request.remote or "", now)
 
 
 class Busy(Exception):
@@ -161,6 +178,22 @@ class Bucket:
             return False
         self._tokens -= 1
         return True
+
+
+class Buckets:
+    """A bucket for each client, by address; of those that asked last."""
+
+    def __init__(self, rate: RateSettings) -> None:
+        self._rate = rate
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def take(self, client: str, now: float) -> bool:
+        """Take a token of a client's. Return whether there was one."""
+        bucket = self._buckets.setdefault(client, Bucket(self._rate))
+        self._buckets.move_to_end(client)
+        if len(self._buckets) > MOST_CLIENTS:
+            self._buckets.popitem(last=False)
+        return bucket.take(now)
 
 
 def _refused(status: HTTPStatus, reason: str, headers: Mapping[str, str]) -> web.Response:

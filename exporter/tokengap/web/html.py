@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from html import escape
 
-from tokengap.web.files import PATH
+from tokengap.web.files import PATH as STATIC
 
 
 def document(title: str, body: str) -> bytes:
-    """Return a whole page. ``body`` is HTML."""
+    """Return a whole page, to be served in a folder beside that of our files. ``body`` is HTML."""
     page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="{PATH}icon.svg">
-<link rel="stylesheet" href="{PATH}page.css">
+<link rel="icon" href="..{STATIC}icon.svg">
+<link rel="stylesheet" href="..{STATIC}page.css">
 <title>{escape(title)}</title>
 </head>
 <body class="text">

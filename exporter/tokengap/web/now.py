@@ -1,17 +1,20 @@
 """``/api/now``: all that the live page and ``tokengap top`` show, of one beat, in one answer that stays small.
 
-Streams are the ones that were asked for, the first of an order, and beside them how many there are in all. What is in
-trouble is said here, in words, so that the page and the terminal say the same.
+Of streams, engines, troubles and sources the first of an order are in it, and beside them how many there are in all.
+What is in trouble is said here, in words, so that the page and the terminal say the same.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
+from multidict import MultiMapping
 from numpy.typing import NDArray
 
 from tokengap import __version__
@@ -33,9 +36,16 @@ from tokengap.view import (
     View,
 )
 from tokengap.web.api import StreamRow, plain, stream_rows
+from tokengap.web.history import Rates, Trend
 
-#: The most streams in one answer: some 130 kB.
+#: The most streams in one answer: some 150 kB.
 MOST: Final = 500
+
+#: The most of what else there may be hundreds of: another 200 kB, where every engine is in trouble.
+MOST_ENGINES: Final = 50
+MOST_TROUBLES: Final = 50
+MOST_SOURCES: Final = 100
+MOST_TARGETS: Final = 50
 
 #: Engine states that somebody should look at, and the runbook for each.
 BAD_STATES: Final[Mapping[EngineState, str]] = {
@@ -71,34 +81,57 @@ ORDERS: Final = tuple(_ORDERS)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which streams are wanted: those whose client is in one of the states, the first ``top`` by an order."""
+    """Which streams are wanted: those whose client is in one of the states, ``top`` of an order behind ``offset``."""
 
     sort: str = "cost"
     clients: frozenset[Client] = frozenset(CLIENTS)
     top: int = 100
+    offset: int = 0
 
 
-def wanted(sort: str | None, clients: Sequence[str], top: str | None) -> Wanted:
-    """Read what a request says of it; what it does not say is by default. ValueError: what was expected."""
-    default = Wanted()
-    if sort is not None and sort not in ORDERS:
+def wanted(query: MultiMapping[str]) -> Wanted:
+    """Read what a request for ``/api/now`` says; what it does not say is by default. ValueError: what was expected."""
+    return _wanted(query, _number(query, "top", Wanted().top, MOST), 0)
+
+
+def wanted_page(query: MultiMapping[str]) -> Wanted:
+    """Read what a request for ``/api/streams`` says, as :func:`wanted`."""
+    return _wanted(query, *paged(query, MOST))
+
+
+def paged(query: MultiMapping[str], most: int) -> tuple[int, int]:
+    """Return the ``limit``, at most and by default ``most``, and the ``offset`` of a list. ValueError as above."""
+    return _number(query, "limit", most, most), _number(query, "offset", 0, 10**9)
+
+
+def _number(query: MultiMapping[str], name: str, default: int, most: int) -> int:
+    """Return a number of a request. ValueError as above."""
+    text = query.get(name, f"{default}")
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= most):
+        raise ValueError(f"{name}: expected a number from 0 to {most}")
+    return int(text)
+
+
+def _wanted(query: MultiMapping[str], top: int, offset: int) -> Wanted:
+    sort, clients = query.get("sort", Wanted().sort), query.getall("client", [])
+    if sort not in ORDERS:
         raise ValueError(f"sort: expected one of {', '.join(ORDERS)}")
     if not set(clients) <= set(CLIENTS):
         raise ValueError(f"client: expected {', '.join(CLIENTS)}, as often as wanted")
-    if top is not None and not (top.isascii() and top.isdigit() and int(top) <= MOST):
-        raise ValueError(f"top: expected a number from 0 to {MOST}")
-    return Wanted(
-        default.sort if sort is None else sort,
-        frozenset(cast(Sequence[Client], clients)) or default.clients,
-        default.top if top is None else int(top),
-    )
+    return Wanted(sort, frozenset(cast(Sequence[Client], clients)) or Wanted().clients, top, offset)
+
+
+def matching(table: StreamTable, want: Wanted) -> StreamTable:
+    """Return the streams with a client in one of the wanted states."""
+    if want.clients == frozenset(CLIENTS):
+        return table
+    return table[np.isin(table["client"], [CLIENTS.index(client) for client in want.clients])]
 
 
 def choose(table: StreamTable, want: Wanted) -> tuple[StreamTable, int]:
-    """Return the wanted streams in their order, and how many there are of them without ``top``."""
-    if want.clients != frozenset(CLIENTS):
-        table = table[np.isin(table["client"], [CLIENTS.index(client) for client in want.clients])]
-    return table[np.lexsort(_ORDERS[want.sort](table))[: want.top]], len(table)
+    """Return the wanted streams in their order, and how many there are of them in all."""
+    table = matching(table, want)
+    return table[np.lexsort(_ORDERS[want.sort](table))[want.offset : want.offset + want.top]], len(table)
 
 
 class Streams(msgspec.Struct, frozen=True):
@@ -110,7 +143,8 @@ class Streams(msgspec.Struct, frozen=True):
 
 
 class HopNow(msgspec.Struct, frozen=True):
-    """One hop: where it listens and what it forwards to, its streams by client state, ages of the oldest in seconds.
+    """One hop: where it listens and what it forwards to (hops, then the first engines), its streams by client state,
+    ages of the oldest in seconds.
 
     ``leaking`` counts streams which it holds on to for nobody, ``orphaned`` the tokens that cost since the exporter
     started. ``leaks``: it does so now.
@@ -153,7 +187,9 @@ class SourceNow(msgspec.Struct, frozen=True):
 class Now(msgspec.Struct, frozen=True):
     """All that is shown of one beat. Times are in seconds, ``wall`` in Unix time; None where something is not known.
 
-    ``at`` is by a clock that does not jump, for rates. ``gpus`` is None where they are not asked for.
+    ``at`` is by a clock that does not jump. ``engines`` are those that most need a look, ``troubles`` the worst and
+    ``sources`` first those that are down; how many there are in all is beside each. ``rates`` are those of all engines.
+    ``gpus`` is None where they are not asked for.
     """
 
     version: str
@@ -165,23 +201,29 @@ class Now(msgspec.Struct, frozen=True):
     interval: float
     accounting: Accounting
     limits: Limits
+    rates: Rates | None
     troubles: list[Trouble]
+    troubles_in_all: int
     engines: list[EngineView]
+    engine_states: dict[EngineState, int]
     hops: list[HopNow]
     streams: Streams
     proxies: list[ProxyView]
     blind_spots: list[BlindSpotView]
     sources: list[SourceNow]
+    source_states: dict[SourceState, int]
     gpus: GpusView | None
     price: Price | None
 
 
-def now(view: View, watched: Topology, lost: Mapping[str, float], want: Wanted, *, show_addresses: bool) -> Now:
-    """Return what is to be shown of a view. ``lost``: by hop the share of the newest tokens that it lost."""
-    table, matching = choose(view.streams, want)
+def now(view: View, watched: Topology, trend: Trend, want: Wanted, *, show_addresses: bool) -> Now:
+    """Return what is to be shown of a view."""
+    table, in_all = choose(view.streams, want)
     engines = [replace(engine, url=public_url(engine.url)) for engine in view.engines]
-    hops = list(_hops(view, watched, lost))
-    sources = [_source(source, view.gpus) for source in view.sources]
+    engines.sort(key=partial(_calm, limits=watched.limits))
+    hops = list(_hops(view, watched, trend.lost))
+    sources = sorted((_source(source, view.gpus) for source in view.sources), key=lambda source: source.state != "down")
+    troubles = list(_troubles(engines, hops, sources, watched.limits))
     return Now(
         version=__version__,
         at=view.at,
@@ -192,25 +234,45 @@ def now(view: View, watched: Topology, lost: Mapping[str, float], want: Wanted, 
         interval=view.interval,
         accounting=view.accounting,
         limits=watched.limits,
-        troubles=list(_troubles(engines, hops, sources, watched.limits)),
-        engines=engines,
+        rates=trend.rates,
+        troubles=troubles[:MOST_TROUBLES],
+        troubles_in_all=len(troubles),
+        engines=engines[:MOST_ENGINES],
+        engine_states=Counter(engine.state for engine in engines),
         hops=hops,
         streams=Streams(
             clients=_count(view.streams["client"]),
-            matching=matching,
+            matching=in_all,
             rows=stream_rows(replace(view, streams=table), show_addresses=show_addresses),
         ),
         proxies=list(view.proxies),
         blind_spots=[spot for spot in view.blind_spots if spot.blind],
-        sources=sources,
+        sources=sources[:MOST_SOURCES],
+        source_states=Counter(source.state for source in sources),
         gpus=view.gpus,
         price=view.price,
     )
 
 
-def now_json(view: View, watched: Topology, lost: Mapping[str, float], want: Wanted, *, show_addresses: bool) -> bytes:
+def now_json(view: View, watched: Topology, trend: Trend, want: Wanted, *, show_addresses: bool) -> bytes:
     """Return ``/api/now``."""
-    return msgspec.json.encode(now(view, watched, lost, want, show_addresses=show_addresses), enc_hook=plain)
+    return msgspec.json.encode(now(view, watched, trend, want, show_addresses=show_addresses), enc_hook=plain)
+
+
+def streams_json(view: View, want: Wanted, *, show_addresses: bool) -> bytes:
+    """Return ``/api/streams``: a list with a row for each stream that is wanted."""
+    table, _ = choose(view.streams, want)
+    return msgspec.json.encode(stream_rows(replace(view, streams=table), show_addresses=show_addresses))
+
+
+def _calm(engine: EngineView, limits: Limits) -> tuple[bool, bool, float]:
+    """Return what is the greater, the less somebody has to look at an engine: its state, who is late, what it lost."""
+    late = _late(engine, limits) or any(slack < 0 for slack in engine.slack.values())
+    return engine.state not in BAD_STATES, not late, -sum(engine.tokens.orphaned.values())
+
+
+def _late(engine: EngineView, limits: Limits) -> bool:
+    return engine.queue_age is not None and engine.queue_age > limits.age_cut
 
 
 def _count(clients: NDArray[np.int8]) -> dict[Client, int]:
@@ -226,7 +288,7 @@ def _hops(view: View, watched: Topology, lost: Mapping[str, float]) -> Iterator[
         yield HopNow(
             name=name,
             listen=[str(endpoint) for endpoint in hop.listen] if hop is not None else [],
-            to=list(hop.to) if hop is not None else [],
+            to=sorted(hop.to, key=lambda to: to not in configured)[:MOST_TARGETS] if hop is not None else [],
             clients={client: sum(group.count for group in groups if group.client == client) for client in CLIENTS},
             oldest=max((group.age_max for group in groups), default=0.0),
             oldest_orphan=max((group.age_max for group in groups if group.client in ORPHANS), default=0.0),
@@ -259,7 +321,7 @@ def _troubles(
         for klass in sorted(klass for klass, slack in engine.slack.items() if slack < 0):
             says = f"{engine.name} has missed a deadline: somebody still waits for a first token ({klass})."
             yield Trouble("deadline", engine.name, says, "TokengapQueueWillMissDeadline")
-        if engine.queue_age is not None and engine.queue_age > limits.age_cut:
+        if _late(engine, limits):
             says = f"The queue of {engine.name} is older than {limits.age_cut:g} s: who joins it will be late."
             yield Trouble("queue", engine.name, says, "TokengapQueueWillMissDeadline")
     for source in sources:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import TypeAlias
 
 from aiohttp import web
 
 from tokengap.series.render import compress, render_named
 from tokengap.view import View
-from tokengap.web.api import engines_json, gpus_json, hops_json, sources_json, streams_json
+from tokengap.web.api import engines_json, gpus_json, hops_json, sources_json
 from tokengap.web.files import PATH as STATIC
 from tokengap.web.files import page, static
 from tokengap.web.negotiation import CONTENT_TYPES, choose_format, wants_gzip
-from tokengap.web.now import now_json, wanted
+from tokengap.web.now import MOST_ENGINES, matching, now_json, paged, streams_json, wanted, wanted_page
 from tokengap.web.serving import Serving
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -115,15 +116,15 @@ class _Routes:
 
     async def now(self, request: web.Request) -> web.Response:
         """Answer with all that is shown of the newest beat, and the streams that are wanted."""
-        query, serving = request.query, self._serving
+        serving = self._serving
         try:
-            want = wanted(query.get("sort"), query.getall("client", []), query.get("top"))
+            want = wanted(request.query)
         except ValueError as error:
-            return web.Response(status=400, text=f"{error}\n")
+            return _refused(error)
         make = partial(
             now_json,
             watched=serving.watched,
-            lost=serving.history.lost(),
+            trend=serving.history.trend(),
             want=want,
             show_addresses=serving.show_addresses,
         )
@@ -133,13 +134,26 @@ class _Routes:
         """Answer with the last minutes of the ledger."""
         return web.Response(body=self._serving.history.json(), headers=_FRESH, content_type="application/json")
 
-    async def streams(self, _: web.Request) -> web.Response:
-        """Answer with a row per stream."""
-        return await self._json("streams", partial(streams_json, show_addresses=self._serving.show_addresses))
+    async def streams(self, request: web.Request) -> web.Response:
+        """Answer with a row per stream that is wanted."""
+        try:
+            want = wanted_page(request.query)
+        except ValueError as error:
+            return _refused(error)
+        view = self._serving.view
+        headers = {} if view is None else _rest(request, len(matching(view.streams, want)), want.top, want.offset)
+        make = partial(streams_json, want=want, show_addresses=self._serving.show_addresses)
+        return await self._json(("streams", want), make, headers)
 
-    async def engines(self, _: web.Request) -> web.Response:
+    async def engines(self, request: web.Request) -> web.Response:
         """Answer with a row per engine."""
-        return await self._json("engines", engines_json)
+        try:
+            limit, offset = paged(request.query, MOST_ENGINES)
+        except ValueError as error:
+            return _refused(error)
+        view = self._serving.view
+        headers = {} if view is None else _rest(request, len(view.engines), limit, offset)
+        return await self._json(("engines", limit, offset), partial(engines_json, limit=limit, offset=offset), headers)
 
     async def hops(self, _: web.Request) -> web.Response:
         """Answer with what proxies tell and what cannot be seen of each hop."""
@@ -154,8 +168,8 @@ class _Routes:
         return await self._json("sources", sources_json)
 
     async def to_runbooks(self, _: web.Request) -> web.Response:
-        """Send on to the index of runbooks, where links within it are right."""
-        return web.Response(status=HTTPStatus.PERMANENT_REDIRECT, headers={"Location": "/runbooks/"})
+        """Send on to the index of runbooks, where links within it are right; relative, as there may be a prefix."""
+        return web.Response(status=HTTPStatus.PERMANENT_REDIRECT, headers={"Location": "runbooks/"})
 
     async def runbook(self, request: web.Request) -> web.Response:
         """Answer with a runbook, their index, or a page beside them; by its name, or that of its file."""
@@ -173,11 +187,13 @@ class _Routes:
         """Answer whether there is something to scrape."""
         return web.Response(text="ready\n") if self._serving.view is not None else _not_yet()
 
-    async def _json(self, key: Hashable, make: Callable[[View], bytes]) -> web.Response:
+    async def _json(
+        self, key: Hashable, make: Callable[[View], bytes], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> web.Response:
         if self._serving.view is None:
             return _not_yet()
         body = await self._serving.once_a_view(key, make)
-        return web.Response(body=body, headers=_FRESH, content_type="application/json")
+        return web.Response(body=body, headers={**_FRESH, **headers}, content_type="application/json")
 
 
 class _Limit:
@@ -217,6 +233,20 @@ class _Limit:
         for client, since in self._since.items():
             if client is not None and since < deadline:
                 client.abort()
+
+
+def _rest(request: web.Request, in_all: int, limit: int, offset: int) -> dict[str, str]:
+    """Return the headers that tell how much of a list there is in all, and where it goes on."""
+    headers = {"X-Total-Count": f"{in_all}"}
+    if 0 < limit < in_all - offset:
+        following = request.rel_url.update_query(limit=limit, offset=offset + limit)
+        headers["Link"] = f'<?{following.raw_query_string}>; rel="next"'
+    return headers
+
+
+def _refused(error: ValueError) -> web.Response:
+    """Return what was expected of a request."""
+    return web.Response(status=HTTPStatus.BAD_REQUEST, text=f"{error}\n")
 
 
 def _not_yet() -> web.Response:

@@ -1,7 +1,7 @@
 """The runbooks at ``/runbooks/``: the text that ``tokengap bundle`` writes, with this exporter's own numbers, as HTML.
 
 They are there where nothing else is, behind an air gap for one, and always of the version that runs. Links between them
-lead to the pages here; raw HTML in a text would be shown, not passed through.
+lead to the pages here, and are relative; raw HTML in a text would be shown, not passed through.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from tokengap.bundle.render import runbooks
 from tokengap.bundle.site import Site
 from tokengap.web.html import document
 
-#: Where they are served.
-PATH = "/runbooks/"
-
-#: The name of the file that is served at :data:`PATH` itself.
+#: The name of the file that is served at their folder itself.
 _INDEX = "README"
 
-_NAVIGATION = f"""<nav>
-<a href="/">Exporter</a>
-<a href="{PATH}">Runbooks</a>
-<a href="{PATH}decision-matrix">Decision matrix</a>
-<a href="{PATH}rollback">Roll back</a>
+_NAVIGATION = """<nav>
+<a href="../">Exporter</a>
+<a href="./">Runbooks</a>
+<a href="decision-matrix">Decision matrix</a>
+<a href="rollback">Roll back</a>
 </nav>
 """
 
@@ -52,7 +49,7 @@ def _page_name(file: str) -> str:
 def _reader(texts: Mapping[str, str]) -> MarkdownIt:
     """Return what makes HTML of a text: tables that scroll by themselves, and links to the pages here."""
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
-    links = {f"{name}.md": PATH + _page_name(name) for name in texts}
+    links = {f"{name}.md": f"./{_page_name(name)}" for name in texts}
 
     def link(renderer: RendererHTML, tokens: Sequence[Token], number: int, options: Any, env: Any) -> str:
         file, hash_, anchor = str(tokens[number].attrs["href"]).partition("#")

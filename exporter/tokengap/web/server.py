@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any, Final
@@ -26,8 +30,11 @@ STOP_DEADLINE: Final = 2.0
 #: Connections at once. One more takes the place of the one that has done nothing for longest.
 MOST_CONNECTIONS: Final = 256
 
-#: Seconds for a handshake of TLS, and for the rest of a request whose answer has been sent.
+#: Handshakes of TLS at once, beside the connections: one more takes the place of the oldest. Seconds for one.
+MOST_HANDSHAKES: Final = 64
 HANDSHAKE_DEADLINE: Final = 10.0
+
+#: Seconds for the rest of a request whose answer has been sent.
 LINGER: Final = 1.0
 
 #: Bytes of the request line and of one header field, and how many fields there may be: 256 KiB for a whole header.
@@ -91,6 +98,20 @@ class _Refused(asyncio.Protocol):
         transport.abort()
 
 
+class _Accepted(asyncio.Protocol):
+    """A connection that is to be encrypted first. Hands over its socket; nothing has been read from it yet."""
+
+    def __init__(self, take: Callable[[socket.socket], None]) -> None:
+        self._take = take
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Leave the connection to others, and this transport without one."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        self._take(transport.get_extra_info("socket").dup())
+        transport.abort()
+
+
 class Server:
     """An application that listens, behind a guard. ``start`` and ``stop`` are each called once.
 
@@ -104,6 +125,7 @@ class Server:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_DEADLINE)
         self._bound: asyncio.Server | None = None
         self._listening: list[asyncio.Server] = []
+        self._handshakes: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
         self.tls: Tls | None = None
 
     async def start(self, host: str | None, port: int, tls: Tls | None = None) -> None:
@@ -141,6 +163,9 @@ class Server:
         """Stop listening, let requests in progress end, close all connections."""
         for server in (*self._listening, *([self._bound] if self._bound else [])):
             server.close()
+        for accepted in self._handshakes.values():
+            _hang_up(accepted)
+        await asyncio.gather(*self._handshakes)
         await self._runner.cleanup()
 
     @property
@@ -162,16 +187,26 @@ class Server:
         """
         assert self._bound is not None
         loop = asyncio.get_running_loop()
-        secured: dict[str, Any] = (
-            {} if tls is None else {"ssl": tls.context, "ssl_handshake_timeout": HANDSHAKE_DEADLINE}
-        )
-        listening = [
-            await loop.create_server(self._connection, sock=bound.dup(), backlog=128, **secured)
-            for bound in self._bound.sockets
-        ]
+        make = self._connection if tls is None else partial(_Accepted, partial(self._secure, tls))
+        listening = [await loop.create_server(make, sock=bound.dup(), backlog=128) for bound in self._bound.sockets]
         for server in self._listening:
             server.close()
         self._listening, self.tls = listening, tls
+
+    def _secure(self, tls: Tls, accepted: socket.socket) -> None:
+        """Begin a handshake. A server of asyncio's own would not count those that clients leave unfinished."""
+        if len(self._handshakes) >= MOST_HANDSHAKES:
+            _hang_up(self._handshakes.pop(next(iter(self._handshakes))))
+        task = asyncio.create_task(self._shake_hands(tls, accepted))
+        self._handshakes[task] = accepted
+        task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+
+    async def _shake_hands(self, tls: Tls, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(OSError):  # what the client did wrong, or did not do in time; the connection is closed
+            await loop.connect_accepted_socket(
+                self._connection, accepted, ssl=tls.context, ssl_handshake_timeout=HANDSHAKE_DEADLINE
+            )
 
     def _connection(self) -> asyncio.Protocol:
         """Return what speaks with a new connection."""
@@ -198,3 +233,9 @@ class Server:
             connection.close()
         else:
             connection.force_close()
+
+
+def _hang_up(connected: socket.socket) -> None:
+    """End a connection that others still hold: they see its end, and close it."""
+    with suppress(OSError):  # the client was quicker
+        connected.shutdown(socket.SHUT_RDWR)

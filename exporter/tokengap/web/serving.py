@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Final
 
 from prometheus_client import ProcessCollector
 from prometheus_client.registry import Collector
@@ -15,6 +16,9 @@ from tokengap.series.render import Page, render
 from tokengap.topology import Topology
 from tokengap.view import View
 from tokengap.web.history import History
+
+#: Answers that are kept for others who ask for the same of a view: a page or two for each of some people who watch.
+MOST_MADE: Final = 64
 
 
 class Serving:
@@ -66,11 +70,14 @@ class Serving:
     async def once_a_view(self, key: Hashable, make: Callable[[View], bytes]) -> bytes:
         """Return ``make(view)`` for the newest view, made in a worker thread and at most once a view.
 
-        However many ask for the same thing in one beat, it is made once. Only after the first :meth:`publish`.
+        However many ask for the same thing in one beat, it is made once, unless :data:`MOST_MADE` others were asked for
+        since. Only after the first :meth:`publish`.
         """
         assert self.view is not None
         task = self._made.get(key)
         if task is None:
+            while len(self._made) >= MOST_MADE:  # the oldest; whoever waits for it still gets it
+                self._made.pop(next(iter(self._made)))
             task = self._made[key] = asyncio.create_task(asyncio.to_thread(make, self.view))
         return await asyncio.shield(task)  # one client that is cancelled must not take the others' answer with it
 

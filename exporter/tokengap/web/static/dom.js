@@ -25,6 +25,10 @@ export function count(value) {
   return value == null ? NOT_KNOWN : whole.format(value);
 }
 
+export function sum(numbers) {
+  return Object.values(numbers).reduce((all, number) => all + number, 0);
+}
+
 export function percent(value) {
   return value == null ? NOT_KNOWN : `${whole.format(100 * value)} %`;
 }

@@ -1,5 +1,5 @@
 // A card for each engine: its verdict with the evidence, and how far its queue is from its limits.
-import { NOT_KNOWN, count, element, keep, percent, quantity, seconds, setClass, setText } from "./dom.js";
+import { NOT_KNOWN, count, element, keep, percent, quantity, seconds, setClass, setText, sum } from "./dom.js";
 
 export const BAD_STATES = ["stuck", "dead", "blind"];
 
@@ -68,14 +68,25 @@ export function showCards(place, engines, limits) {
     setClass(head.lastElementChild, `state ${stateLooks(engine.state)}`);
     setText(evidence, engine.evidence);
     keep(bars, gauges(engine, limits), makeGauge, showGauge);
-    const orphaned = total(engine.tokens.orphaned);
-    const share = engine.tokens.out > 0 ? ` (${percent(orphaned / engine.tokens.out)})` : "";
-    setText(tokens, `tokens: ${count(engine.tokens.out)} out, ${count(engine.tokens.useful)} useful, ${count(orphaned)} for nobody${share}`);
+    setText(tokens, `tokens: ${ledger(engine.tokens)}`);
   });
 }
 
-export function total(numbers) {
-  return Object.values(numbers).reduce((sum, number) => sum + number, 0);
+// The ledger of an engine: all that was generated, and its parts.
+export function ledger({ out, useful, orphaned, pending, unattributed }) {
+  const lost = sum(orphaned);
+  const parts = [`${count(out)} out`, `${count(useful)} useful`, `${count(lost)} for nobody${out > 0 ? ` (${percent(lost / out)})` : ""}`];
+  if (pending >= 0.5) parts.push(`${count(pending)} pending`);
+  if (unattributed >= 0.5) parts.push(`${count(unattributed)} unattributed`);
+  return parts.join(", ");
+}
+
+// Engines that are not shown, by state; empty where all are.
+export function more(states, shown) {
+  const left = { ...states };
+  for (const { state } of shown) left[state] -= 1;
+  const parts = Object.entries(left).filter(([, number]) => number > 0).map(([state, number]) => `${count(number)} ${state}`);
+  return parts.length ? `And others: ${parts.join(", ")}.` : "";
 }
 
 export const ENGINE_COLUMNS = [

@@ -1,22 +1,14 @@
 // The way of a request: clients, then hops in columns, then engines. The hop that leaks is marked.
-import { count, element, keep, seconds, setClass, setText } from "./dom.js";
-import { BAD_STATES } from "./engines.js";
-
-const ENGINES_DRAWN = 6;
+import { count, element, keep, seconds, setClass, setText, sum } from "./dom.js";
+const [ENGINES_DRAWN, TARGETS_SAID] = [6, 6];
 
 function people(clients) {
   const shown = Object.entries(clients).filter(([, number]) => number > 0);
   return shown.map(([state, number]) => `${count(number)} ${state}`).join(", ") || "no streams";
 }
 
-function sum(all) {
-  const clients = {};
-  for (const one of all) for (const [state, number] of Object.entries(one)) clients[state] = (clients[state] ?? 0) + number;
-  return clients;
-}
-
 // Hops by how many hops are in front of them: those that clients call first.
-function columns(hops) {
+export function columns(hops) {
   const depth = Object.fromEntries(hops.map((hop) => [hop.name, 0]));
   for (const hop of hops) for (const next of hop.to) if (next in depth) depth[next] = Math.max(depth[next], depth[hop.name] + 1);
   const deepest = Math.max(-1, ...Object.values(depth));
@@ -31,16 +23,15 @@ function leak(hop) {
 
 function box(hop, many) {
   const [looks, leaks] = leak(hop);
-  const to = many ? `to ${hop.to.join(", ")}` : "";
+  const to = many ? `to ${hop.to.slice(0, TARGETS_SAID).join(", ")}${hop.to.length > TARGETS_SAID ? ", ..." : ""}` : "";
   return { name: hop.name, looks, lines: [hop.listen.join(", "), people(hop.clients), to, leaks] };
 }
 
-function enginesColumn(engines, hop) {
+function enginesColumn(engines, inAll, hop) {
   const [looks, leaks] = leak(hop);
-  const rank = (engine) => (BAD_STATES.includes(engine.state) ? 0 : 1);
-  const drawn = [...engines].sort((a, b) => rank(a) - rank(b)).slice(0, ENGINES_DRAWN);
+  const drawn = engines.slice(0, ENGINES_DRAWN);
   const boxes = drawn.map((engine) => ({ name: engine.name, looks, lines: [engine.state, `running: ${count(engine.running)}`] }));
-  if (engines.length > drawn.length) boxes.push({ name: `and ${engines.length - drawn.length} more`, looks, lines: [] });
+  if (inAll > drawn.length) boxes.push({ name: `and ${count(inAll - drawn.length)} more`, looks, lines: [] });
   const direct = Object.values(hop.clients).some(Boolean) ? `at the engine itself: ${people(hop.clients)}` : "";
   boxes.at(-1)?.lines.push(direct, leaks);
   return boxes;
@@ -54,7 +45,7 @@ export function showHops(place, now) {
   const shown = [
     [first],
     ...inColumns.map((column) => column.map((hop) => box(hop, column.length > 1))),
-    enginesColumn(now.engines, engine),
+    enginesColumn(now.engines, sum(now.engine_states), engine),
   ];
   keep(place, shown, () => element("li"), (column, boxes) => {
     keep(column, boxes, () => element("div", { class: "hop" }, element("h3")), (made, { name, looks, lines }) => {

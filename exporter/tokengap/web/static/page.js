@@ -1,13 +1,14 @@
 // The live page: asks for /api/now once a beat and shows it. It says so when the exporter, or its beat, stands still.
 import { Chart } from "./chart.js";
-import { NOT_KNOWN, Table, count, element, keep, percent, quantity, seconds, setClass, setText } from "./dom.js";
-import { BAD_STATES, ENGINE_COLUMNS, costColumns, showCards, total } from "./engines.js";
+import { NOT_KNOWN, Table, count, element, keep, percent, quantity, seconds, setClass, setText, sum } from "./dom.js";
+import { ENGINE_COLUMNS, costColumns, more, showCards } from "./engines.js";
 import { showHops } from "./hops.js";
 
 const PATIENCE = 5000; // milliseconds for an answer
 const at = (id) => document.getElementById(id);
-const path = location.pathname;
+const path = location.pathname.replace(/.*\//, "/"); // without the prefix under which a proxy may serve all this
 const ROWS = path === "/streams" ? 500 : 50;
+const CARDS = path === "/" ? 12 : 50;
 
 const streams = new Table(at("stream-table"), "Streams in flight", [
   { title: "client", cell: (row) => [row.client, row.client_connected ? (row.client === "stalled" ? "warn" : "") : "bad"] },
@@ -86,14 +87,15 @@ const ALL_WELL = { says: "No engine is in trouble and no hop leaks." };
 let last = null; // the newest answer
 let changed = 0; // when its beat was first seen, by this browser's clock
 
-function show(now) {
+function show(now, history) {
   showTroubles(now);
-  document.title = now.troubles.length ? `(${now.troubles.length}) tokengap` : "tokengap";
-  const rank = (engine) => (BAD_STATES.includes(engine.state) ? 0 : 1);
-  showCards(at("cards"), [...now.engines].sort((a, b) => rank(a) - rank(b)), now.limits);
-  setClass(at("front"), path === "/" && now.engines.length <= 2 ? "few" : "");
+  document.title = now.troubles_in_all ? `(${now.troubles_in_all}) tokengap` : "tokengap";
+  const cards = now.engines.slice(0, CARDS);
+  showCards(at("cards"), cards, now.limits);
+  showMore("engines-more", more(now.engine_states, cards));
+  setClass(at("front"), path === "/" && cards.length <= 2 ? "few" : "");
   showHops(at("hops"), now);
-  chart.draw();
+  if (history) chart.draw(history, now.rates);
   streams.show(now.streams.rows);
   setText(at("counted"), counted(now));
   engines.show(now.engines);
@@ -102,19 +104,21 @@ function show(now) {
   showSome("proxies", proxies, now.proxies);
   showSome("blind", blind, now.blind_spots);
   sources.show(now.sources);
+  const unseen = sum(now.source_states) - now.sources.length;
+  showMore("sources-more", unseen ? `And ${count(unseen)} more: see /api/sources. ${count(now.source_states.down ?? 0)} of all are down.` : "");
   setText(at("beats"), `Beat ${count(now.beats)}, every ${now.interval} s; ${now.late_beats} late, ${now.degraded_beats} degraded. Accounting: ${now.accounting}.`);
 }
 
 function showTroubles(now) {
   const troubles = now.troubles.length ? now.troubles.slice(0, TROUBLES) : [ALL_WELL];
-  const more = now.troubles.length - troubles.length;
-  if (more > 0) troubles.push({ says: `And ${count(more)} more: see the engines.`, runbook: "decision-matrix" });
+  const others = now.troubles_in_all - TROUBLES;
+  if (others > 0) troubles.push({ says: `And ${count(others)} more: see the engines.`, runbook: "decision-matrix" });
   keep(at("troubles"), troubles, () => element("li", {}, element("span"), " ", element("a")), (line, { says, runbook }) => {
     const [sentence, link] = line.children;
     setClass(line, runbook ? "bad" : "");
     setText(sentence, says);
     setText(link, runbook ? "What to do" : "");
-    link.href = `/runbooks/${runbook}`;
+    link.href = `runbooks/${runbook}`;
     link.hidden = !runbook;
   });
 }
@@ -122,6 +126,11 @@ function showTroubles(now) {
 function counted({ streams: { matching, rows }, accounting }) {
   if (accounting === "none") return "not known: no sockets can be read";
   return rows.length < matching ? `the first ${count(rows.length)} of ${count(matching)}` : `${count(matching)}`;
+}
+
+function showMore(id, says) {
+  at(id).hidden = !says;
+  setText(at(id), says);
 }
 
 // Shows a table with its section, or neither where it has no rows.
@@ -151,11 +160,6 @@ function onThisPage(section) {
   return section.dataset.on.split(" ").includes(path);
 }
 
-function point(now) {
-  const sum = (read) => now.engines.reduce((all, engine) => all + read(engine.tokens), 0);
-  return { beats: now.beats, at: now.at, out: sum((t) => t.out), useful: sum((t) => t.useful), orphaned: sum((t) => total(t.orphaned)) };
-}
-
 async function ask(address) {
   const answer = await fetch(address, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
   if (!answer.ok) throw new Error(`it says ${answer.status}: ${(await answer.text()).trim()}`);
@@ -166,21 +170,15 @@ function nowAddress() {
   const form = new FormData(at("choice"));
   const query = new URLSearchParams({ sort: form.get("sort"), top: path === "/" || path === "/streams" ? ROWS : 0 });
   for (const client of form.get("client").split(" ").filter(Boolean)) query.append("client", client);
-  return `/api/now?${query}`;
+  return `api/now?${query}`;
 }
 
 async function take() {
-  const now = await ask(nowAddress());
+  const [now, history] = await Promise.all([ask(nowAddress()), path === "/" ? ask("api/history") : null]);
   if (now.version !== document.body.dataset.version) location.reload();
-  // The first answer, and the first of an exporter that was restarted, whose totals begin anew.
-  if (!last || now.beats < last.beats) {
-    const history = await ask("/api/history");
-    chart.start(history.map((one) => ({ ...one, orphaned: total(one.orphaned) })));
-  }
   if (!last || now.beats !== last.beats) changed = performance.now();
-  chart.add(point(now));
   last = now;
-  show(now);
+  show(now, history);
 }
 
 function complain(says) {
@@ -220,7 +218,7 @@ async function beat() {
 }
 
 for (const section of document.querySelectorAll("section[data-on]")) section.hidden ||= !onThisPage(section);
-for (const link of document.querySelectorAll("nav a")) if (link.pathname === path) link.setAttribute("aria-current", "page");
+for (const link of document.querySelectorAll("nav a")) if (link.pathname === location.pathname) link.setAttribute("aria-current", "page");
 at("choice").addEventListener("change", beat);
 at("choice").addEventListener("submit", (event) => event.preventDefault());
 document.addEventListener("visibilitychange", beat);
