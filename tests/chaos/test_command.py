@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 
@@ -44,7 +45,7 @@ def check(out: Path, name: str) -> Any:
     ("arguments", "said"),
     [
         (("no-such-thing",), "'no-such-thing' is not one of 'engine-crash'"),
-        (("engine-crash", "--through", "apache"), "'apache' is not one of 'haproxy', 'nginx', 'envoy'"),
+        (("engine-crash", "--through", "apache"), "'apache' is not one of 'haproxy', 'nginx', 'envoy', 'admit'"),
         (("engine-crash", "--load", "3s"), "--load: engine-crash has no such option; see tokengap chaos list"),
         (("engine-crash", "--duration", "long"), "'long'; expected a time such as 8s"),
         (("engine-crash", "--signal", "SIGSTOP"), "'SIGSTOP' is not one of"),
@@ -104,15 +105,41 @@ async def test_a_network_is_cut(tmp_path: Path):
 
 
 @pytest.mark.e2e
+async def test_what_is_kept_can_be_looked_at(tmp_path: Path):
+    """After the report; Ctrl-C takes it down, and the exit code is that of the run, in which a P99 had no samples."""
+    out = tmp_path / "report"
+    short = ("--baseline", "1s", "--duration", "1s", "--recovery", "1s")
+    async with started("chaos", "run", "slow-engine", *short, "--keep", "--out", out) as process:
+        assert process.stderr is not None
+        said = await asyncio.wait_for(process.stderr.readuntil(b"Ctrl-C takes it down"), 90)
+        exporter = re.findall(r"the exporter is (http://[\d.:]+)", said.decode())[-1]
+        async with aiohttp.ClientSession() as session, session.get(f"{exporter}/metrics") as page:
+            assert "tokengap_engine_state" in await page.text()
+        below = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 60) == 1
+    assert "first-token-p99" in report(out)["verdict"]
+    assert [each for each in below if each.is_running()] == []
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+async def test_a_fault_that_never_was_says_nothing(tmp_path: Path):
+    """So many kB never go through: exit code 3, with what was seen instead, and the rules were taken out."""
+    out = tmp_path / "report"
+    ran = await chaos("partition", "--after-kb", "1000000", "--baseline", "1s", "--duration", "1s", "--out", out)
+    assert ran.code == 3, str(ran)
+    assert "the fault did not apply: no packet was hit" in ran.out
+    assert [event["kind"] for event in report(out)["timeline"]][-2:] == ["heal", "note"]
+
+
+@pytest.mark.e2e
 async def test_ctrl_c_heals_first(tmp_path: Path):
     """A stopped core goes on before everything is taken down, and nothing is left of it."""
     out = tmp_path / "report"
     async with started("chaos", "run", "engine-freeze", "--baseline", "1s", "--out", out) as process:
         assert process.stderr is not None
-        said = b""
-        async with asyncio.timeout(90):
-            while b"  proof  " not in said:
-                said += await process.stderr.readline()
+        await asyncio.wait_for(process.stderr.readuntil(b"  proof  "), 90)
         below = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         rest, code = await asyncio.wait_for(asyncio.gather(process.stderr.read(), process.wait()), 60)
@@ -129,6 +156,10 @@ async def test_ctrl_c_heals_first(tmp_path: Path):
         (("engine-freeze", "--this-is-my-system"), "both of --engine-pid, --this-is-my-system"),
         (("reset", "--engine-pid", "1234", "--this-is-my-system"), "reset is for the bench only"),
         (("engine-freeze", "--engine-pid", "4194304", "--this-is-my-system"), "there is no process 4194304"),
+        (
+            ("engine-freeze", "--engine-pid", "1234", "--this-is-my-system", "--through", "envoy"),
+            "--through is of the bench; an engine of your own takes --duration, --signal",
+        ),
     ],
 )
 async def test_an_engine_of_ones_own_is_asked_for_in_so_many_words(arguments, said):
@@ -149,8 +180,7 @@ async def test_an_engine_of_ones_own_is_frozen(tmp_path: Path):
         assert core_of(engine.pid).status() != psutil.STATUS_STOPPED
         async with started("chaos", "run", "engine-freeze", *mine, "--duration", "1h") as process:
             assert process.stderr is not None
-            while b"  proof  " not in await process.stderr.readline():
-                pass
+            await asyncio.wait_for(process.stderr.readuntil(b"  proof  "), 30)
             process.send_signal(signal.SIGINT)
             assert await asyncio.wait_for(process.wait(), 30) == 130
         assert core_of(engine.pid).status() != psutil.STATUS_STOPPED

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -108,6 +109,11 @@ class Bench:
     gateway: Part
     looks: list[Look] = field(default_factory=list)
     _later: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def where(self) -> str:
+        """Say where it can be looked at."""
+        inside = "" if self.network is None else f" (in its own network: nsenter --net=/proc/{os.getpid()}/ns/net)"
+        return f"clients call {LOOPBACK}:{self.gateway.ports[0]}, the exporter is {self.exporter.url}{inside}"
 
     def engine(self, name: str) -> EngineControl:
         """Return the ``/lab/`` side of a replica."""

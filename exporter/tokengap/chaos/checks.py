@@ -166,13 +166,14 @@ def _next(run: Evidence, limits: Limits) -> Check:
         return Check("next-request", False, "nobody asked anything while it was broken", None, limit, "s")
     came = first.first_token
     value = math.inf if came is None else came - first.asked
-    said = f"the first to ask after the fault had a token after {_seconds(value)}, with {len(first.attempts)} attempts"
+    said = f"the first to ask after the fault had a token after {_seconds(value)}, in {len(first.attempts)} attempts"
     return Check("next-request", value <= limit, said, value, limit, "s")
 
 
 def _attempts(run: Evidence, limits: Limits) -> Check:
-    value = run.amplification(Span(run.fault.start, run.fault.end + AFTERMATH))
-    said = f"{value:.2f} attempts for each request"
+    span = Span(run.fault.start, min(run.fault.end + AFTERMATH, run.recovery.end))
+    value = run.amplification(span)
+    said = f"{value:.2f} attempts for each request, in the {span.end - span.start:.0f} s since it broke"
     return Check("retry-storm", value <= limits.attempts, said, value, limits.attempts)
 
 

@@ -165,14 +165,16 @@ class Crowd:
         return ask
 
     async def _user(self, number: int) -> None:
+        # Two, so that the questions are the same however often some had to be asked again.
         chance = random.Random(f"{self._seed} {number}")  # noqa: S311 - traffic, nothing secret
+        pauses = random.Random(f"{self._seed} {number} again")  # noqa: S311 - the same
         load = self._load
         await asyncio.sleep(chance.uniform(0, 1))
         for question in itertools.count():
             if self._closed.is_set():
                 return
             ask = self._new(f"user-{number}-{question}", chance.randint(load.least, load.most))
-            await self._ask(ask, chance)
+            await self._ask(ask, pauses)
             await asyncio.sleep(chance.uniform(0, load.think))
 
     async def _ask(self, ask: Ask, chance: random.Random) -> None:
