@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from lab.commands import Ran, started, tokengap
+from lab.serving import until
 from tokengap.chaos.bench import core_of
 from tokengap.chaos.experiments import EXPERIMENTS
 from tokengap.chaos.replica import replica_part
@@ -171,19 +172,24 @@ async def test_an_engine_of_ones_own_is_asked_for_in_so_many_words(arguments, sa
 
 @pytest.mark.e2e
 async def test_an_engine_of_ones_own_is_frozen(tmp_path: Path):
-    """For as long as asked, and goes on after it; Ctrl-C lets it go on at once."""
+    """For as long as asked, and goes on after it; Ctrl-C lets it go on at once, and so does kill -9."""
     part = replica_part("a", free_port(), (LOOPBACK,), Knobs())
     async with running(part, tmp_path) as engine:
+
+        async def goes_on() -> bool:
+            return core_of(engine.pid).status() != psutil.STATUS_STOPPED
+
         mine = ("--engine-pid", engine.pid, "--this-is-my-system")
         ran = await chaos("engine-freeze", *mine, "--duration", "1s")
         assert (ran.code, "is stopped" in ran.err) == (0, True), str(ran)
-        assert core_of(engine.pid).status() != psutil.STATUS_STOPPED
-        async with started("chaos", "run", "engine-freeze", *mine, "--duration", "1h") as process:
-            assert process.stderr is not None
-            await asyncio.wait_for(process.stderr.readuntil(b"  proof  "), 30)
-            process.send_signal(signal.SIGINT)
-            assert await asyncio.wait_for(process.wait(), 30) == 130
-        assert core_of(engine.pid).status() != psutil.STATUS_STOPPED
+        assert await goes_on()
+        for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+            async with started("chaos", "run", "engine-freeze", *mine, "--duration", "1h") as process:
+                assert process.stderr is not None
+                await asyncio.wait_for(process.stderr.readuntil(b" is stopped"), 30)
+                process.send_signal(number)
+                assert await asyncio.wait_for(process.wait(), 30) == code
+            await until(goes_on)
 
 
 @pytest.mark.e2e
