@@ -368,6 +368,19 @@ def test_an_engine_that_died_holds_nothing():
     assert one(Moved, known.engine_is("e0", False, 1.1)).after is State.RELEASED
 
 
+@pytest.mark.parametrize("balance", ["least", "robin"])
+def test_an_engine_that_failed_is_the_last_choice(balance):
+    """For ten seconds, although it is the emptiest; where no other has a free slot it gets the next all the same."""
+    known = gate(slots=2, engines=2, balance=balance)
+    known.engine_failed("e0", 1.0)
+    starts = [one(Start, known.arrive(now, "interactive")[1]) for now in (1.0, 10.9, 10.9)]
+    assert [start.engine for start in starts] == ["e1", "e1", "e0"]
+    for start in starts:
+        known.happened(start.stream, Event.FINISHED, 10.95)
+    assert one(Start, known.arrive(11.0, "interactive")[1]).engine == ("e0" if balance == "least" else "e1")
+    assert one(Start, known.arrive(11.0, "interactive")[1]).engine == ("e1" if balance == "least" else "e0")
+
+
 # --- retries ----------------------------------------------------------------------------------------------------------
 
 

@@ -130,6 +130,8 @@ class Exchange:
         try:
             return await self._forward()
         except Failed as failed:
+            if self._seat is not None and failed.status in (502, 504):
+                self._house.admission.engine_failed(self.engine)
             return await self._fail(failed)
         except asyncio.CancelledError:
             if self._given_up is None or self.client.how is not None or self._task is None:
@@ -252,6 +254,8 @@ class Exchange:
         headers[REQUEST_ID] = self.id
         response = self._response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
         self._status = answer.status
+        if self._seat is not None and answer.status >= 500:
+            self._house.admission.engine_failed(self.engine)
         await self.client.begin(self._request, response)
         try:
             async for data in engine_answer.pieces():
