@@ -81,6 +81,7 @@ def checks(run: Evidence, limits: Limits, verdict: Verdict, shown: frozenset[str
         _attempts(run, limits),
         _queue(run, limits),
         _slots(run),
+        _let_go(run, limits),
         *_again(run, limits),
         *_verdicts(run, verdict),
     )
@@ -200,6 +201,14 @@ def _slots(run: Evidence) -> Check:
     streams = sum(run.looks[-1].clients.values())
     said = f"at rest {held} sequences are in the engines; tokengap says {seen:g} run, and {streams:g} streams are open"
     return Check("slots-released", not (held or seen or streams), said, held, 0)
+
+
+def _let_go(run: Evidence, limits: Limits) -> Check:
+    """Who had gone was let go within the read timeout, so that no slot was held for nobody meanwhile."""
+    limit = limits.read_timeout + limits.margin
+    value, most = run.held_for_nobody, max((look.for_nobody for look in run.looks), default=0.0)
+    said = f"streams of clients who had gone were held for {_seconds(value)} at a stretch, {most:g} of them at once"
+    return Check("orphans-let-go", value <= limit, said, value, limit, "s")
 
 
 def _again(run: Evidence, limits: Limits) -> Iterator[Check]:
