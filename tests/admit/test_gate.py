@@ -397,6 +397,16 @@ def test_a_retry_is_refused_while_what_it_left_behind_holds_a_slot(slots):
     assert not only(Refuse, known.arrive(1.8, "interactive", key="a")[1])
 
 
+@pytest.mark.parametrize("how", [(Event.GAVE_UP, Event.CANCEL_SENT, Event.UPSTREAM_CLOSED), (Event.UPSTREAM_CLOSED,)])
+def test_who_was_failed_by_an_engine_may_ask_again(how):
+    """At once: it has not left, and what it wanted holds a slot of an engine that broke off or said nothing."""
+    known = gate(engines=2, has_page=True)
+    stream, _ = known.arrive(0.0, "interactive", key="a")
+    for event in how:
+        known.happened(stream, event, 1.0)
+    assert one(Start, known.arrive(1.5, "interactive", key="a")[1]).engine == "e1"
+
+
 def test_the_same_request_twice_is_no_retry():
     """While the first has its client, the second is a second."""
     known = gate(slots=2)

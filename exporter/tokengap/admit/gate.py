@@ -204,6 +204,7 @@ class _Stream:
     engine: str = ""
     started_at: float = 0.0
     answered_at: float | None = None
+    client_left: bool = False
     left_at: float | None = None
     closed_at: float | None = None
 
@@ -351,6 +352,7 @@ class Gate:
         known = self._streams.get(stream)
         if known is None:
             return []
+        known.client_left |= event is Event.CLIENT_LEFT
         effects = list(self._move(known, event, now))
         if event is Event.UPSTREAM_CLOSED and known.state in DRAINABLE:
             known.closed_at = now
@@ -616,10 +618,13 @@ class Gate:
         return next(free[name] for name in names[after:] + names[:after] if name in free)
 
     def _zombie_of(self, stream: _Stream) -> _Stream | None:
-        """Return the stream whose retry this one is, while it still holds its slot."""
+        """Return the stream whose retry this one is, while it still holds its slot.
+
+        Its client has left it: one whom an engine failed does not ask for the same twice.
+        """
         if stream.key is None:
             return None
-        every = (one for engine in self._engines.values() for one in engine.streams.values())
+        every = (one for engine in self._engines.values() for one in engine.streams.values() if one.client_left)
         return next((one for one in every if one.state in ZOMBIE and one.key == stream.key), None)
 
     def _leaving(self) -> list[_Stream]:

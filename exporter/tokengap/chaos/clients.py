@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tokengap.lab.users import Leaving, User, Visit
@@ -180,9 +180,10 @@ class Crowd:
     async def _ask(self, ask: Ask, chance: random.Random) -> None:
         pauses = self.retries.pauses(chance)
         while True:
-            name = f"{ask.id}.{len(ask.attempts)}"
-            user = User(name, self._load.prompt_tokens, ask.max_tokens)
-            ask.attempts.append(await self._attempt(user, self.retries.patience))
+            # What is asked again is the same to the last byte: a gateway may know it.
+            user = User(ask.id, self._load.prompt_tokens, ask.max_tokens)
+            attempt = await self._attempt(user, self.retries.patience)
+            ask.attempts.append(replace(attempt, id=f"{ask.id}.{len(ask.attempts)}"))
             pause = next(pauses, None)
             if ask.attempts[-1].end not in RETRIED or pause is None:
                 return
