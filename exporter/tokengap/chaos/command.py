@@ -97,13 +97,19 @@ _OF_MINE = ("engine_pid", "this_is_my_system", "duration", "signal")
 @click.option(
     "--jitter/--no-jitter", default=False, show_default=True, help="retry-storm: clients pause before retries."
 )
-@click.option("--max-p99-ratio", default=2.0, show_default=True, help="Times the baseline.")
+@click.option("--max-p99-ratio", type=click.FloatRange(0), default=2.0, show_default=True, help="Times the baseline.")
 @click.option("--min-samples", type=click.IntRange(1), default=20, show_default=True, help="For a P99; fewer fail.")
-@click.option("--max-token-error", default=0.01, show_default=True, help="Useful against received, as a share.")
+@click.option(
+    "--max-token-error",
+    type=click.FloatRange(0),
+    default=0.01,
+    show_default=True,
+    help="Useful against received, as a share.",
+)
 @click.option(
     "--margin", type=Time(), default="1.5s", show_default=True, metavar="TIME", help="Beyond the read timeout."
 )
-@click.option("--max-attempts", default=1.5, show_default=True, help="Over unique requests.")
+@click.option("--max-attempts", type=click.FloatRange(1), default=1.5, show_default=True, help="Over unique requests.")
 @click.option("--queue-within", type=Time(), default="2m", show_default=True, metavar="TIME")
 @click.option("--max-cold-start", type=Time(), metavar="TIME", help="Only shown by default.")
 @click.option(
