@@ -76,9 +76,9 @@ REGISTERED_AFTER: Final = 1.0
 #: An engine that shows requests, but has not moved for so long while no stream of ours is there, shows stale gauges
 #: (vLLM issues 22545, 29928: they stay high after aborts until the next request).
 STILL_AFTER: Final = 3.0
-#: Seconds for which an engine that failed a request is the last choice; a page that is read brings it back no sooner,
-#: for that of vLLM is there while its core is not.
-AVOIDED_FOR = 10.0
+#: Seconds for which an engine that failed a request is the last choice. Its page brings it back no sooner: vLLM's can
+#: still be read when its core is gone.
+AVOIDED_FOR: Final = 10.0
 #: Reads of a page, without a stream of ours that is leaving, whose least number of other requests is the usual one.
 USUAL_OF: Final = 5
 #: Ends of streams remembered: more than end while a page is read.

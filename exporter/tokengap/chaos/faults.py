@@ -29,7 +29,6 @@ Direction: TypeAlias = Literal["both", "to-engine", "to-gateway"]
 #: The bit of NVML's reasons for which clocks are held down by hardware because of heat (nvml.h).
 HW_THERMAL = 0x40
 
-
 #: Seconds within which the kB that may go through before a network is cut have to.
 BITES_WITHIN = 30.0
 

@@ -2,8 +2,8 @@
 Envoy, and the one of this package that admits.
 
 Each asks the replicas for their health where it can, gives up on a replica that is silent for the read timeout, and
-asks another one as long as its client has got no byte. What each makes of the same fault differs, and that is what
-experiments are for (``docs/chaos.md``).
+asks another one as long as its client has got no byte (the one that admits: as long as nothing was sent). What each
+makes of the same fault differs, and that is what experiments are for (``docs/chaos.md``).
 
 Replicas are reached at addresses of their own, 127.0.1.1, 127.0.1.2 ..., so that a network can be cut between the
 gateway and one of them while everybody else still reaches it.

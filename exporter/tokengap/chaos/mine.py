@@ -7,6 +7,7 @@ and that it is gone. After a crash it is for the engine's own supervisor to star
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ async def freeze(pid: int, seconds: float, timeline: Timeline) -> bool:
     heir = await asyncio.create_subprocess_exec(
         *("sh", "-c", f"read _; kill -CONT {core.pid}"),
         stdin=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is not for it
     )
     assert heir.stdin is not None
@@ -53,10 +55,14 @@ async def freeze(pid: int, seconds: float, timeline: Timeline) -> bool:
         timeline.note("proof", f"process {core.pid} is {core.status()}")
         await asyncio.sleep(seconds)
     finally:
-        core.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            core.resume()
         timeline.note("heal", f"SIGCONT to process {core.pid}")
         heir.stdin.close()
         await heir.wait()
+    if not alive(core):
+        timeline.note("heal", f"process {core.pid} is gone: somebody killed it meanwhile")
+        return False
     goes_on = await _shows(lambda: core.status() != psutil.STATUS_STOPPED)
     timeline.note("heal", f"process {core.pid} is {core.status()}")
     return stopped and goes_on
