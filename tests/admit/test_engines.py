@@ -16,7 +16,7 @@ import pytest
 from admit.gateways import admitting, chat, published, session
 from lab.guarded import Certificate, guarded
 from lab.serving import engine, until
-from tokengap.admit import upstream
+from tokengap.admit import service, upstream
 from tokengap.admit.gate import STILL_AFTER
 from tokengap.lab.parts import LOOPBACK, Part, free_port, running
 from tokengap.lab.users import User, Visit
@@ -77,6 +77,7 @@ async def test_an_engine_that_ignores_its_cancel(when_held):
 async def test_an_engine_that_nobody_reaches(monkeypatch: pytest.MonkeyPatch):
     """Its connections are taken by nobody, as across a network that is cut: another engine answers."""
     monkeypatch.setattr(upstream, "CONNECT_WITHIN", 0.2)
+    monkeypatch.setattr(service, "PAGE_WITHIN", 0.2)
     with unreachable() as gone:
         async with engine(rate=1000.0) as port, admitting(gone, port) as gateway:
             async with session(gateway) as asking:

@@ -106,11 +106,12 @@ async def test_a_network_is_cut(tmp_path: Path):
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 async def test_what_is_kept_can_be_looked_at(tmp_path: Path):
     """After the report; Ctrl-C takes it down, and the exit code is that of the run, in which a P99 had no samples."""
     out = tmp_path / "report"
     short = ("--baseline", "1s", "--duration", "1s", "--recovery", "1s")
-    async with started("chaos", "run", "slow-engine", *short, "--keep", "--out", out) as process:
+    async with started("chaos", "run", "engine-freeze", *short, "--keep", "--out", out) as process:
         assert process.stderr is not None
         said = await asyncio.wait_for(process.stderr.readuntil(b"Ctrl-C takes it down"), 90)
         exporter = re.findall(r"the exporter is (http://[\d.:]+)", said.decode())[-1]
