@@ -24,9 +24,13 @@ from tokengap.lab.parts import LOOPBACK, free_port, running
 #: Phases as short as they can be with enough samples.
 SHORT = ("--baseline", "6s", "--duration", "8s", "--recovery", "5s")
 
-#: A machine that is shared with other tests stalls now and then; and in a run this short, a beat of tokens is a share
-#: of all that counts (docs/chaos.md).
-LENIENT = ("--max-p99-ratio", "4", "--min-samples", "10", "--max-token-error", "0.04")
+#: A machine that is shared with other tests stalls now and then, which all streams feel at once; and in a run this
+#: short, a beat of tokens is a share of all that counts (docs/chaos.md). First tokens are held to :data:`MOVED_ON`.
+LENIENT = ("--max-p99-ratio", "10", "--min-samples", "10", "--max-token-error", "0.04")
+
+
+#: Seconds to a first token within which a gateway has moved on, which waits no read timeout for it.
+MOVED_ON = 4.0
 
 
 async def chaos(*arguments: object, within: float = 200.0) -> Ran:
@@ -85,6 +89,7 @@ async def test_an_engine_crashes(tmp_path: Path):
     assert ran.code == 0, str(ran)
     assert "is gone" in next(event["text"] for event in report(out)["timeline"] if event["kind"] == "proof")
     assert check(out, "fail-fast")["value"] < 2
+    assert check(out, "first-token-p99")["value"] < MOVED_ON
     assert re.search(r"dead .* restarted", check(out, "verdict")["said"])
     assert {request["end"] for request in report(out)["requests"]} >= {"completed", "told"}
     assert "<svg" in (out / "report.html").read_text()
@@ -102,6 +107,7 @@ async def test_a_network_is_cut(tmp_path: Path):
         event["text"] for event in report(out)["timeline"] if event["kind"] == "proof"
     )
     assert 0.5 < check(out, "fail-fast")["value"] < 6.5
+    assert check(out, "first-token-p99")["value"] < MOVED_ON
     assert {request["end"] for request in report(out)["requests"]} == {"completed", "broken"}
 
 
