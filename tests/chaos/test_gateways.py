@@ -17,7 +17,9 @@ from tokengap.lab.users import User, Visit
 @pytest.mark.e2e
 @pytest.mark.parametrize("through", GATEWAYS)
 async def test_it_goes_to_the_other_replica_where_one_is_not_there(through: str, tmp_path: Path):
-    """At once, without its client hearing of it; a time is given as the command line reads it."""
+    """At once, without its client hearing of it. A time is given as the command line reads it, and a path as it is."""
+    directory = tmp_path / "with a space"
+    directory.mkdir()
     async with engine(rate=200.0) as port:
         gone = Upstream("a", "127.0.1.1", free_port())
         here = Upstream("b", LOOPBACK, port)
@@ -28,9 +30,9 @@ async def test_it_goes_to_the_other_replica_where_one_is_not_there(through: str,
             (gone, here),
             read_timeout=Seconds.read("5s"),
             slots=4,
-            directory=tmp_path,
+            directory=directory,
         )
-        async with running(part, tmp_path), aiohttp.ClientSession() as session:
+        async with running(part, directory), aiohttp.ClientSession() as session:
             url = f"http://{LOOPBACK}:{part.ports[0]}/v1/models"
             async with session.get(url, headers={"Connection": "close"}) as answer:
                 assert answer.status == 200

@@ -52,7 +52,7 @@ def haproxy_config(wiring: Wiring, routes: Routes) -> str:
     wait = f"{routes.read_timeout * 1000:.0f}ms"
     return f"""\
 global
-    stats socket {wiring.directory}/haproxy.sock mode 600 level operator
+    stats socket "{wiring.directory}/haproxy.sock" mode 600 level operator
 
 defaults
     mode http
@@ -85,13 +85,13 @@ def nginx_config(wiring: Wiring, routes: Routes) -> str:
         f"        server {each.address}:{each.port} max_fails=1 fail_timeout=5s;" for each in routes.upstreams
     )
     temporary = "\n".join(
-        f"    {name}_temp_path {wiring.directory}/{name};"
+        f'    {name}_temp_path "{wiring.directory}/{name}";'
         for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     return f"""\
 daemon off;
 worker_processes 2;
-pid {wiring.directory}/nginx.pid;
+pid "{wiring.directory}/nginx.pid";
 error_log stderr;
 
 events {{
