@@ -108,7 +108,8 @@ async def test_a_network_is_cut(tmp_path: Path):
     )
     assert 0.5 < check(out, "fail-fast")["value"] < 6.5
     assert check(out, "first-token-p99")["value"] < MOVED_ON
-    assert {request["end"] for request in report(out)["requests"]} == {"completed", "broken"}
+    ends = {request["end"] for request in report(out)["requests"]}
+    assert {"completed", "broken"} <= ends <= {"completed", "broken", "refused"}  # a retry may meet the cut as well
 
 
 @pytest.mark.e2e
