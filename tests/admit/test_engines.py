@@ -1,10 +1,13 @@
-"""Engines as they may be: behind TLS and a key, and one that ignores its cancels."""
+"""Engines as they may be: behind TLS and a key, one that ignores its cancels, and one that nobody reaches."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -13,6 +16,7 @@ import pytest
 from admit.gateways import admitting, chat, published, session
 from lab.guarded import Certificate, guarded
 from lab.serving import engine, until
+from tokengap.admit import service, upstream
 from tokengap.admit.gate import STILL_AFTER
 from tokengap.lab.parts import LOOPBACK, Part, free_port, running
 from tokengap.lab.users import User, Visit
@@ -68,3 +72,31 @@ async def test_an_engine_that_ignores_its_cancel(when_held):
             assert waited >= 1.5, "it was admitted before the engine was done"
         assert waited < 2.5 + STILL_AFTER
         assert page["tokengap_admissions_total{interactive,admitted}"] == 2
+
+
+async def test_an_engine_that_nobody_reaches(monkeypatch: pytest.MonkeyPatch):
+    """Its connections are taken by nobody, as across a network that is cut: another engine answers."""
+    monkeypatch.setattr(upstream, "CONNECT_WITHIN", 0.2)
+    monkeypatch.setattr(service, "PAGE_WITHIN", 0.2)
+    with unreachable() as gone:
+        async with engine(rate=1000.0) as port, admitting(gone, port) as gateway:
+            async with session(gateway) as asking:
+                for _ in range(2):
+                    async with asking.post("/v1/chat/completions", json=chat(max_tokens=5)) as answer:
+                        assert answer.status == 200
+                        assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+                async with asking.get("/v1/models") as answer:
+                    assert answer.status == 200
+            page = await published(gateway)
+    assert page["tokengap_streams_ended_total{e1,admit,completed}"] == 3
+
+
+@contextmanager
+def unreachable() -> Iterator[int]:
+    """Yield a port at which connections are neither taken nor refused: its queue is full, so the kernel drops more."""
+    with socket.create_server((LOOPBACK, 0), backlog=0) as server, ExitStack() as waiting:
+        for _ in range(4):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        yield server.getsockname()[1]

@@ -368,6 +368,19 @@ def test_an_engine_that_died_holds_nothing():
     assert one(Moved, known.engine_is("e0", False, 1.1)).after is State.RELEASED
 
 
+@pytest.mark.parametrize("balance", ["least", "robin"])
+def test_an_engine_that_failed_is_the_last_choice(balance):
+    """For ten seconds, although it is the emptiest; where no other has a free slot it gets the next all the same."""
+    known = gate(slots=2, engines=2, balance=balance)
+    known.engine_failed("e0", 1.0)
+    starts = [one(Start, known.arrive(now, "interactive")[1]) for now in (1.0, 10.9, 10.9)]
+    assert [start.engine for start in starts] == ["e1", "e1", "e0"]
+    for start in starts:
+        known.happened(start.stream, Event.FINISHED, 10.95)
+    assert one(Start, known.arrive(11.0, "interactive")[1]).engine == ("e0" if balance == "least" else "e1")
+    assert one(Start, known.arrive(11.0, "interactive")[1]).engine == ("e1" if balance == "least" else "e0")
+
+
 # --- retries ----------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +395,16 @@ def test_a_retry_is_refused_while_what_it_left_behind_holds_a_slot(slots):
     assert not only(Refuse, known.arrive(1.5, "interactive", key="b")[1])
     known.read("e0", EnginePage(steps=1.0), 1.6, 1.7)
     assert not only(Refuse, known.arrive(1.8, "interactive", key="a")[1])
+
+
+@pytest.mark.parametrize("how", [(Event.GAVE_UP, Event.CANCEL_SENT, Event.UPSTREAM_CLOSED), (Event.UPSTREAM_CLOSED,)])
+def test_who_was_failed_by_an_engine_may_ask_again(how):
+    """At once: it has not left, and what it wanted holds a slot of an engine that broke off or said nothing."""
+    known = gate(engines=2, has_page=True)
+    stream, _ = known.arrive(0.0, "interactive", key="a")
+    for event in how:
+        known.happened(stream, event, 1.0)
+    assert one(Start, known.arrive(1.5, "interactive", key="a")[1]).engine == "e1"
 
 
 def test_the_same_request_twice_is_no_retry():

@@ -37,6 +37,7 @@ class Known:
     state: State = State.QUEUED
     engine: str = ""
     left: bool = False
+    abandoned: bool = False
     cancelled: bool = False
     asked_to_close: bool = False
     closed: bool = False
@@ -117,7 +118,8 @@ class AnyOrder(stateful.RuleBasedStateMachine):
 
     @stateful.rule(klass=st.sampled_from(["interactive", "batch"]), key=st.sampled_from([None, "k", "l"]))
     def a_request_comes(self, klass, key):
-        zombie = any(one.key == key and one.state in ZOMBIE for one in self.streams.values()) and key
+        left_behind = (one.key for one in self.streams.values() if one.state in ZOMBIE and one.abandoned)
+        zombie = key and key in left_behind
         number = len(self.streams) + 1
         self.streams[number] = Known(klass, key, self.now)
         told, effects = self.gate.arrive(self.now, klass, key=key)
@@ -130,6 +132,7 @@ class AnyOrder(stateful.RuleBasedStateMachine):
     def somebody_leaves(self, data, event):
         if number := self.pick(data, lambda _, one: not one.left and one.state not in ENDS):
             self.streams[number].left = True
+            self.streams[number].abandoned = event is Event.CLIENT_LEFT
             self.tell(number, event)
             assert not self.gate.counts_useful(number)
 

@@ -126,6 +126,27 @@ async def test_an_engine_that_hangs(at):
     assert page["tokengap_admit_slots{e0,free}"] == 64
 
 
+async def test_an_engine_that_refuses_everything_does_not_get_everything():
+    """It has the fewest streams all the time; after its first error the other one is asked."""
+
+    async def say(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+
+    async with (
+        scripted(say) as broken,
+        engine(rate=1000.0) as well,
+        admitting(broken, well) as gateway,
+        session(gateway) as asking,
+    ):
+        statuses = []
+        for _ in range(5):
+            async with asking.post("/v1/chat/completions", json=chat(max_tokens=2)) as answer:
+                statuses.append(answer.status)
+                await answer.read()
+    assert statuses == [500, 200, 200, 200, 200]
+
+
 # --- its clients ------------------------------------------------------------------------------------------------------
 
 

@@ -35,10 +35,12 @@ def ask(*attempts: Attempt, max_tokens: int = TOKENS) -> Ask:
     return Ask("user", max_tokens, list(attempts))
 
 
-def look(at: float, useful: float = 0.0, *, a: EngineLook = IDLE, b: EngineLook = IDLE, **more: float) -> Look:
+def look(
+    at: float, useful: float = 0.0, *, a: EngineLook = IDLE, b: EngineLook = IDLE, gone: float = 0.0, **more: float
+) -> Look:
     out = more.get("out", useful)
     parts = {name: more.get(name, 0.0) for name in ("orphaned", "pending", "unattributed")}
-    return Look(at, int(at), {"a": a, "b": b}, out, useful, **parts, clients={}, gpus_up={}, throttled={})
+    return Look(at, int(at), {"a": a, "b": b}, out, useful, **parts, clients={"gone": gone}, gpus_up={}, throttled={})
 
 
 def run(*asks: Ask, every: float = 0.25) -> Evidence:

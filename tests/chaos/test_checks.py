@@ -167,6 +167,14 @@ def test_a_slot_that_is_held_fails():
     assert "slots-released" in failing(saying(run(), look(5), look(31, b=held)))
 
 
+@pytest.mark.parametrize(("until", "passes"), [(16.5, True), (16.6, False)])
+def test_who_has_gone_is_let_go(until, passes):
+    """Within the read timeout, and what may come on top of it; two stretches are not one."""
+    held = [look(at, gone=1) for at in (10, 12, until)]
+    evidence = saying(run(), look(0), *held, look(17), look(18, gone=1), look(19))
+    assert named("orphans-let-go", evidence).passed == passes
+
+
 STUCK = Verdict(frozenset({"stuck"}), 9.0)
 
 

@@ -34,8 +34,8 @@ LOST = run(ask(attempt(12.0, tokens=0, end="refused")))
 @pytest.mark.parametrize(
     ("made", "code", "verdict"),
     [
-        (report(run()), PASSED, "passed: all 13 validations"),
-        (report(LOST), FAILED, "FAILED: first-token-p99 of 13 validations"),
+        (report(run()), PASSED, "passed: all 14 validations"),
+        (report(LOST), FAILED, "FAILED: first-token-p99 of 14 validations"),
         (replace(report(run()), evidence=None, checks=(), unproven="no packet was hit"), UNPROVEN, "no packet was hit"),
     ],
     ids=["passed", "failed", "unproven"],

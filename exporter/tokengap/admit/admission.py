@@ -79,6 +79,10 @@ class Admission:
         """Tell the gate whether an engine takes connections."""
         self._do(self.gate.engine_is(engine, up, time.monotonic()))
 
+    def engine_failed(self, engine: str) -> None:
+        """Tell the gate that an engine did not answer as it should."""
+        self.gate.engine_failed(engine, time.monotonic())
+
     def set_mode(self, mode: Mode) -> None:
         """Switch the mode."""
         self._do(self.gate.set_mode(mode, time.monotonic()))

@@ -76,6 +76,9 @@ REGISTERED_AFTER: Final = 1.0
 #: An engine that shows requests, but has not moved for so long while no stream of ours is there, shows stale gauges
 #: (vLLM issues 22545, 29928: they stay high after aborts until the next request).
 STILL_AFTER: Final = 3.0
+#: Seconds for which an engine that failed a request is the last choice. Its page brings it back no sooner: vLLM's can
+#: still be read when its core is gone.
+AVOIDED_FOR: Final = 10.0
 #: Reads of a page, without a stream of ours that is leaving, whose least number of other requests is the usual one.
 USUAL_OF: Final = 5
 #: Ends of streams remembered: more than end while a page is read.
@@ -201,6 +204,7 @@ class _Stream:
     engine: str = ""
     started_at: float = 0.0
     answered_at: float | None = None
+    client_left: bool = False
     left_at: float | None = None
     closed_at: float | None = None
 
@@ -221,10 +225,12 @@ class _Stream:
 @dataclass(slots=True)
 class _Engine:
     """``streams``: those that hold a slot. ``ended``: when the last of them were released. ``others``: requests it had
-    that are not ours, in the last reads. ``moved_at``: since when its page shows the same work ``done``."""
+    that are not ours, in the last reads. ``moved_at``: since when its page shows the same work ``done``. ``failed_at``:
+    when it last failed a request."""
 
     of: EngineSlots
     up: bool = True
+    failed_at: float = -math.inf
     streams: dict[int, _Stream] = field(default_factory=dict)
     ended: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
     others: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_OF))
@@ -346,6 +352,7 @@ class Gate:
         known = self._streams.get(stream)
         if known is None:
             return []
+        known.client_left |= event is Event.CLIENT_LEFT
         effects = list(self._move(known, event, now))
         if event is Event.UPSTREAM_CLOSED and known.state in DRAINABLE:
             known.closed_at = now
@@ -382,6 +389,11 @@ class Gate:
         self._forecasts.clear()
         closed = (one for one in mine.streams.values() if one.closed_at is not None)
         return self._drained([] if up else list(closed), now)
+
+    def engine_failed(self, engine: str, now: float) -> None:
+        """Tell that an engine did not answer as it should. For a while others come first: who refuses everything has
+        the fewest streams, and would get every next one."""
+        self._engines[engine].failed_at = now
 
     def set_mode(self, mode: Mode, now: float) -> Effects:
         """Switch the mode. Nobody who streams or waits is dropped."""
@@ -444,7 +456,7 @@ class Gate:
         queue = self._queues[klass]
         oldest = next((now - one.since for one in queue.values()), 0.0)
         newcomer = _Stream(self._last_id + 1, klass, None, now)
-        start = 0.0 if not queue and self._free_engine() else self._expected_start(newcomer, now)
+        start = 0.0 if not queue and self._free_engine(now) else self._expected_start(newcomer, now)
         return ClassNow(klass, len(queue), oldest, start)
 
     # --- admission --------------------------------------------------------------------------------------------------
@@ -455,7 +467,7 @@ class Gate:
             return "rejected_closed", "shutting down" if self._closed else "no engine takes connections"
         if self._zombie_of(stream) is not None:
             return "rejected_retry", "the request before it still holds its slot"
-        if self._free_engine() and not any(self._ahead(stream)):
+        if self._free_engine(now) and not any(self._ahead(stream)):
             return None
         if self._mode == "busy":
             return "rejected_busy", "every slot is taken"
@@ -470,7 +482,7 @@ class Gate:
         """Refuse whose time is up, admit while there are free slots, and refuse those who would wait in vain."""
         for head in self._heads():
             yield from self._cut(head.klass, now)
-        while (stream := self._next()) and (engine := self._free_engine()):
+        while (stream := self._next()) and (engine := self._free_engine(now)):
             yield from self._admit(stream, engine, now)
         for klass in list(self._queues):
             yield from self._give_up_the_last(klass, now)
@@ -593,11 +605,12 @@ class Gate:
     def _free(self, engine: _Engine) -> int:
         return max(0, engine.of.slots - len(self._taken(engine)))
 
-    def _free_engine(self) -> _Engine | None:
+    def _free_engine(self, now: float) -> _Engine | None:
         """Return the engine that gets the next stream."""
         free = {name: engine for name, engine in self._engines.items() if engine.up and self._free(engine)}
         if not free:
             return None
+        free = {name: engine for name, engine in free.items() if now - engine.failed_at >= AVOIDED_FOR} or free
         if self._policy.balance == "least":
             return min(free.values(), key=lambda engine: len(engine.streams) / engine.of.slots)
         names = list(self._engines)
@@ -605,10 +618,13 @@ class Gate:
         return next(free[name] for name in names[after:] + names[:after] if name in free)
 
     def _zombie_of(self, stream: _Stream) -> _Stream | None:
-        """Return the stream whose retry this one is, while it still holds its slot."""
+        """Return the stream whose retry this one is, while it still holds its slot.
+
+        Its client has left it: one whom an engine failed does not ask for the same twice.
+        """
         if stream.key is None:
             return None
-        every = (one for engine in self._engines.values() for one in engine.streams.values())
+        every = (one for engine in self._engines.values() for one in engine.streams.values() if one.client_left)
         return next((one for one in every if one.state in ZOMBIE and one.key == stream.key), None)
 
     def _leaving(self) -> list[_Stream]:

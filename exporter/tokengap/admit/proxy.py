@@ -37,6 +37,9 @@ TELLS_USAGE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 EVENTS: Final = "text/event-stream"
 
+#: No connection to an engine: it is refused, or nobody answers, as across a network that is cut.
+UNREACHED: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+
 #: Seconds that a request's body may take to arrive.
 BODY_WITHIN: Final = 60.0
 
@@ -127,6 +130,8 @@ class Exchange:
         try:
             return await self._forward()
         except Failed as failed:
+            if self._seat is not None and failed.status in (502, 504):
+                self._house.admission.engine_failed(self.engine)
             return await self._fail(failed)
         except asyncio.CancelledError:
             if self._given_up is None or self.client.how is not None or self._task is None:
@@ -150,7 +155,7 @@ class Exchange:
             upstream = await self._admitted(self._key(body))
             try:
                 return await self._relay(upstream, going, self._sees(body))
-            except aiohttp.ClientConnectorError:
+            except UNREACHED:
                 # Nothing was sent. The gate knows now, and admits to another engine or says that there is none.
                 self._leave_engine(upstream)
 
@@ -174,7 +179,7 @@ class Exchange:
         """Send what takes no slot to the first engine that takes it."""
         for upstream in self._house.upstreams.by_load():
             self.engine = upstream.name
-            with suppress(aiohttp.ClientConnectorError):
+            with suppress(*UNREACHED):
                 return await self._relay(upstream, going, "running")
         raise Failed(502, "no engine takes connections")
 
@@ -233,7 +238,7 @@ class Exchange:
                 if self._seat is not None:
                     self._seat.answered()
                 return await self._pass_on(answer, sees)
-        except (aiohttp.ClientConnectorError, Failed):
+        except (*UNREACHED, Failed):
             raise
         except TimeoutError:
             raise Failed(504, f"the engine {upstream.name} said nothing for too long", "upstream_timeout") from None
@@ -249,6 +254,8 @@ class Exchange:
         headers[REQUEST_ID] = self.id
         response = self._response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
         self._status = answer.status
+        if self._seat is not None and answer.status >= 500:
+            self._house.admission.engine_failed(self.engine)
         await self.client.begin(self._request, response)
         try:
             async for data in engine_answer.pieces():

@@ -2,9 +2,9 @@
 
 ::
 
-    clients --> edge (HAProxy, nginx or Envoy) --+--> a 127.0.1.1  front end, core
-                                                 +--> b 127.0.1.2  front end, core
-    tokengap serve ----------- sockets, pages ---+
+    clients --> gateway (HAProxy, nginx, Envoy, admit) --+--> a 127.0.1.1  front end, core
+                                                         +--> b 127.0.1.2  front end, core
+    tokengap serve ------------------- sockets, pages ---+
 
 Each is a program of its own on loopback. Where a network has to be cut, all of it lives in a network namespace of its
 own (:mod:`tokengap.lab.network`), so that nothing else on this host can be hit.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,6 +36,7 @@ from tokengap.lab.network import Network
 from tokengap.lab.nvml.fake import FakeNvml, compile_library
 from tokengap.lab.nvml.profiles import H100, many
 from tokengap.lab.parts import LOOPBACK, Part, RunningPart, free_ports, running
+from tokengap.lab.proxies import ADMIT
 from tokengap.lab.scrape import Exporter
 from tokengap.lab.stage import Stage, exporter_part, staged
 from tokengap.lab.truth import EngineControl
@@ -108,6 +110,11 @@ class Bench:
     looks: list[Look] = field(default_factory=list)
     _later: AsyncExitStack = field(default_factory=AsyncExitStack)
 
+    def where(self) -> str:
+        """Say where it can be looked at."""
+        inside = "" if self.network is None else f" (in its own network: nsenter --net=/proc/{os.getpid()}/ns/net)"
+        return f"clients call {LOOPBACK}:{self.gateway.ports[0]}, the exporter is {self.exporter.url}{inside}"
+
     def engine(self, name: str) -> EngineControl:
         """Return the ``/lab/`` side of a replica."""
         return EngineControl(self.upstreams[name].port)
@@ -164,10 +171,10 @@ def serve_settings(upstreams: Mapping[str, Upstream], gateway: int, plan: Plan) 
         {"name": each.name, "url": f"http://{LOOPBACK}:{each.port}", "addresses": [f"{each.address}:{each.port}"]}
         for each in upstreams.values()
     ]
-    hops = [{"name": "edge", "listen": [f"{LOOPBACK}:{gateway}"]}]
-    return yaml.safe_dump(
-        {"engines": engines, "hops": hops, "window": f"{plan.window:g}s", "slots": plan.knobs.max_num_seqs}
-    )
+    admits = plan.through == ADMIT.name
+    hops = [{"name": ADMIT.name if admits else "edge", "listen": [f"{LOOPBACK}:{gateway}"]}]
+    settings = {"engines": engines, "hops": hops, "window": f"{plan.window:g}s", "slots": plan.knobs.max_num_seqs}
+    return yaml.safe_dump(settings | ({"admit": f"http://{LOOPBACK}:{gateway}"} if admits else {}))
 
 
 @asynccontextmanager
@@ -178,7 +185,15 @@ async def put_up(plan: Plan, directory: Path, network: Network | None) -> AsyncI
         name: Upstream(name, f"127.0.1.{number}", port)
         for number, (name, port) in enumerate(zip((TARGET, OTHER), ports, strict=True), 1)
     }
-    gateway = gateway_part(GATEWAY, plan.through, gateway_port, tuple(upstreams.values()), plan.read_timeout, directory)
+    gateway = gateway_part(
+        GATEWAY,
+        plan.through,
+        gateway_port,
+        tuple(upstreams.values()),
+        read_timeout=plan.read_timeout,
+        slots=plan.knobs.max_num_seqs,
+        directory=directory,
+    )
     settings = directory / "tokengap.yaml"
     settings.write_text(serve_settings(upstreams, gateway_port, plan))
     nvml = fake_gpus(directory, len(upstreams)) if plan.gpus else None

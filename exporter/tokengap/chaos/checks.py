@@ -81,6 +81,7 @@ def checks(run: Evidence, limits: Limits, verdict: Verdict, shown: frozenset[str
         _attempts(run, limits),
         _queue(run, limits),
         _slots(run),
+        _let_go(run, limits),
         *_again(run, limits),
         *_verdicts(run, verdict),
     )
@@ -166,13 +167,14 @@ def _next(run: Evidence, limits: Limits) -> Check:
         return Check("next-request", False, "nobody asked anything while it was broken", None, limit, "s")
     came = first.first_token
     value = math.inf if came is None else came - first.asked
-    said = f"the first to ask after the fault had a token after {_seconds(value)}, with {len(first.attempts)} attempts"
+    said = f"the first to ask after the fault had a token after {_seconds(value)}, in {len(first.attempts)} attempts"
     return Check("next-request", value <= limit, said, value, limit, "s")
 
 
 def _attempts(run: Evidence, limits: Limits) -> Check:
-    value = run.amplification(Span(run.fault.start, run.fault.end + AFTERMATH))
-    said = f"{value:.2f} attempts for each request"
+    span = Span(run.fault.start, min(run.fault.end + AFTERMATH, run.recovery.end))
+    value = run.amplification(span)
+    said = f"{value:.2f} attempts for each request, in the {span.end - span.start:.0f} s since it broke"
     return Check("retry-storm", value <= limits.attempts, said, value, limits.attempts)
 
 
@@ -199,6 +201,14 @@ def _slots(run: Evidence) -> Check:
     streams = sum(run.looks[-1].clients.values())
     said = f"at rest {held} sequences are in the engines; tokengap says {seen:g} run, and {streams:g} streams are open"
     return Check("slots-released", not (held or seen or streams), said, held, 0)
+
+
+def _let_go(run: Evidence, limits: Limits) -> Check:
+    """Who had gone was let go within the read timeout, so that no slot was held for nobody meanwhile."""
+    limit = limits.read_timeout + limits.margin
+    value, most = run.held_for_nobody, max((look.for_nobody for look in run.looks), default=0.0)
+    said = f"streams of clients who had gone were held for {_seconds(value)} at a stretch, {most:g} of them at once"
+    return Check("orphans-let-go", value <= limit, said, value, limit, "s")
 
 
 def _again(run: Evidence, limits: Limits) -> Iterator[Check]:

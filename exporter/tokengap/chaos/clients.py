@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tokengap.lab.users import Leaving, User, Visit
@@ -165,22 +165,25 @@ class Crowd:
         return ask
 
     async def _user(self, number: int) -> None:
+        # Two, so that the questions are the same however often some had to be asked again.
         chance = random.Random(f"{self._seed} {number}")  # noqa: S311 - traffic, nothing secret
+        pauses = random.Random(f"{self._seed} {number} again")  # noqa: S311 - the same
         load = self._load
         await asyncio.sleep(chance.uniform(0, 1))
         for question in itertools.count():
             if self._closed.is_set():
                 return
             ask = self._new(f"user-{number}-{question}", chance.randint(load.least, load.most))
-            await self._ask(ask, chance)
+            await self._ask(ask, pauses)
             await asyncio.sleep(chance.uniform(0, load.think))
 
     async def _ask(self, ask: Ask, chance: random.Random) -> None:
         pauses = self.retries.pauses(chance)
         while True:
-            name = f"{ask.id}.{len(ask.attempts)}"
-            user = User(name, self._load.prompt_tokens, ask.max_tokens)
-            ask.attempts.append(await self._attempt(user, self.retries.patience))
+            # What is asked again is the same to the last byte: a gateway may know it.
+            user = User(ask.id, self._load.prompt_tokens, ask.max_tokens)
+            attempt = await self._attempt(user, self.retries.patience)
+            ask.attempts.append(replace(attempt, id=f"{ask.id}.{len(ask.attempts)}"))
             pause = next(pauses, None)
             if ask.attempts[-1].end not in RETRIED or pause is None:
                 return

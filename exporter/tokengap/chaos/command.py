@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import sys
@@ -32,7 +31,6 @@ from tokengap.chaos.run import Phases, play
 from tokengap.chaos.timeline import Timeline
 from tokengap.errors import SettingsError, SetupError
 from tokengap.lab.demo import Time
-from tokengap.lab.parts import LOOPBACK
 from tokengap.lab.stage import run as run_program
 
 _CLUSTER = Cluster()
@@ -53,7 +51,7 @@ def list_experiments() -> None:
     for title in ("experiment", "what happens", "lasts", "options", "rehearses"):
         table.add_column(title, overflow="fold")
     for each in EXPERIMENTS.values():
-        options = " ".join(f"--{option.replace('_', '-')}" for option in each.options)
+        options = " ".join(map(_flag, each.options))
         needs = " (as root)" if each.network else ""
         table.add_row(each.name, each.summary + needs, f"{each.duration:g} s", options, " ".join(each.rehearses))
     _console().print(table)
@@ -61,13 +59,16 @@ def list_experiments() -> None:
 
 _OPTIONS = tuple(option.name for option in fields(Options) if option.name != "window")
 
+#: What means something where no bench is put up.
+_OF_MINE = ("engine_pid", "this_is_my_system", "duration", "signal")
+
 
 @chaos.command("run", short_help="Run one experiment.")
 @click.argument("experiment", type=click.Choice(list(EXPERIMENTS)))
 @click.option("--through", type=click.Choice(list(GATEWAYS)), default="haproxy", show_default=True)
 @click.option("--duration", type=Time(), metavar="TIME", help="Of the fault. Its own by default, see `list`.")
 @click.option("--baseline", type=Time(), default="15s", show_default=True, metavar="TIME")
-@click.option("--recovery", type=Time(), default="15s", show_default=True, metavar="TIME")
+@click.option("--recovery", type=Time(), metavar="TIME", help="Its own by default: 15s, and 2m after a retry-storm.")
 @click.option("--seed", default=0, show_default=True, help="Of the clients and the engines.")
 @click.option("--users", type=click.IntRange(2), default=16, show_default=True, help="Who ask again and again.")
 @click.option("--slots", type=click.IntRange(1), default=KNOBS.max_num_seqs, show_default=True, help="Of each replica.")
@@ -96,13 +97,19 @@ _OPTIONS = tuple(option.name for option in fields(Options) if option.name != "wi
 @click.option(
     "--jitter/--no-jitter", default=False, show_default=True, help="retry-storm: clients pause before retries."
 )
-@click.option("--max-p99-ratio", default=2.0, show_default=True, help="Times the baseline.")
+@click.option("--max-p99-ratio", type=click.FloatRange(0), default=2.0, show_default=True, help="Times the baseline.")
 @click.option("--min-samples", type=click.IntRange(1), default=20, show_default=True, help="For a P99; fewer fail.")
-@click.option("--max-token-error", default=0.01, show_default=True, help="Useful against received, as a share.")
+@click.option(
+    "--max-token-error",
+    type=click.FloatRange(0),
+    default=0.01,
+    show_default=True,
+    help="Useful against received, as a share.",
+)
 @click.option(
     "--margin", type=Time(), default="1.5s", show_default=True, metavar="TIME", help="Beyond the read timeout."
 )
-@click.option("--max-attempts", default=1.5, show_default=True, help="Over unique requests.")
+@click.option("--max-attempts", type=click.FloatRange(1), default=1.5, show_default=True, help="Over unique requests.")
 @click.option("--queue-within", type=Time(), default="2m", show_default=True, metavar="TIME")
 @click.option("--max-cold-start", type=Time(), metavar="TIME", help="Only shown by default.")
 @click.option(
@@ -124,12 +131,16 @@ def run(context: click.Context, /, experiment: str, **given: Any) -> None:
     missing or wrong, and with 3 when the fault could not be shown to be there, or to be gone.
     """
     chosen = EXPERIMENTS[experiment]
-    for name in _OPTIONS:
-        by_hand = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-        if by_hand and name not in chosen.options:
-            raise SettingsError(f"--{name.replace('_', '-')}: {experiment} has no such option; see tokengap chaos list")
+    default = click.core.ParameterSource.DEFAULT
+    by_hand = [name for name in given if context.get_parameter_source(name) is not default]
+    for name in by_hand:
+        if name in _OPTIONS and name not in chosen.options:
+            raise SettingsError(f"{_flag(name)}: {experiment} has no such option; see tokengap chaos list")
     now = datetime.now(tz=UTC).astimezone()
     if given["engine_pid"] is not None or given["this_is_my_system"]:
+        for name in by_hand:
+            if name not in _OF_MINE:
+                raise SettingsError(f"{_flag(name)} is of the bench; an engine of your own takes --duration, --signal")
         sys.exit(_break_mine(experiment, chosen.duration, **given))
     out = _directory(given["out"] or Path("tokengap-chaos") / f"{now:%Y%m%d-%H%M%S}-{experiment}-{given['through']}")
     report = run_program(_play(chosen, given, out))
@@ -162,7 +173,9 @@ async def _play(experiment: Experiment, given: dict[str, Any], out: Path) -> Rep
         queue_within=given["queue_within"],
         cold_start=given["max_cold_start"],
     )
-    phases = Phases(given["baseline"], given["duration"] or experiment.duration, given["recovery"])
+    phases = Phases(
+        given["baseline"], given["duration"] or experiment.duration, given["recovery"] or experiment.recovery
+    )
     timeline = Timeline(say)
     timeline.note("note", f"{experiment.name} through {plan.through}: {experiment.summary}")
 
@@ -176,9 +189,7 @@ async def _play(experiment: Experiment, given: dict[str, Any], out: Path) -> Rep
             report.print(_console())
         say(f"report: {path} (and .json)")
         if given["keep"]:
-            inside = f" (in its own network: nsenter --net=/proc/{os.getpid()}/ns/net)" if bench.network else ""
-            say(f"kept: clients call {LOOPBACK}:{bench.gateway.ports[0]}, the exporter is {bench.exporter.url}{inside}")
-            say("Ctrl-C takes it down")
+            say(f"kept: {bench.where()}; Ctrl-C takes it down")
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
 
@@ -205,6 +216,10 @@ def _break_mine(
     else:
         raise SettingsError(f"--engine-pid: {experiment} is for the bench only; expected engine-crash or engine-freeze")
     return PASSED if shown else UNPROVEN
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def say(text: str) -> None:

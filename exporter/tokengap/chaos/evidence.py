@@ -104,6 +104,13 @@ class Evidence:
         ]
         return sum(tried) / len(tried) if tried else math.nan
 
+    @property
+    def held_for_nobody(self) -> float:
+        """For how long at a stretch, in seconds, the exporter saw streams whose clients had gone or vanished."""
+        stretches = itertools.groupby(self.looks, key=lambda look: look.for_nobody > 0)
+        looks = [list(group) for held, group in stretches if held]
+        return max((group[-1].at - group[0].at for group in looks), default=0.0)
+
     def states(self, engine: str, span: Span) -> list[tuple[float, str]]:
         """Return what the exporter said of an engine in the span, each time it said something else, and when."""
         said = [(look.at, look.engines[engine].state) for look in self.looks if look.at in span]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tokengap.chaos.bench import EXPORTER, GATEWAY
-from tokengap.chaos.checks import Verdict
+from tokengap.chaos.checks import AFTERMATH, Verdict
 from tokengap.chaos.clients import Retries
 from tokengap.chaos.faults import (
     ClientsVanish,
@@ -50,12 +50,13 @@ class Options:
 class Experiment:
     """One experiment. ``rehearses``: the alerts that it makes fire, where it lasts long enough. ``network``: it takes
     one of its own. ``options``: those of :class:`Options` that mean something to it. ``shown``: validations that do
-    not decide, because there is nothing left that could stand them."""
+    not decide, because there is nothing left that could stand them. ``duration`` and ``recovery`` are in seconds."""
 
     name: str
     summary: str
     fault: Callable[[Options], Fault]
     duration: float = 30.0
+    recovery: float = 15.0
     network: bool = False
     gpus: bool = False
     options: tuple[str, ...] = ()
@@ -152,6 +153,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             "The gateway is gone for some seconds, and clients ask again at once.",
             lambda _: PartKilled(GATEWAY),
             duration=3.0,
+            recovery=AFTERMATH,
             options=("jitter",),
             verdict=_never(*_BROKEN),
             retries=_at_once,

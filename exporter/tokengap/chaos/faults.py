@@ -29,6 +29,8 @@ Direction: TypeAlias = Literal["both", "to-engine", "to-gateway"]
 #: The bit of NVML's reasons for which clocks are held down by hardware because of heat (nvml.h).
 HW_THERMAL = 0x40
 
+#: Seconds within which the kB that may go through before a network is cut have to.
+BITES_WITHIN = 30.0
 
 #: Bytes for each client who is not there that show that the gateway went on: some tokens, and more than are ever on
 #: their way to one who is.
@@ -249,9 +251,12 @@ class Cut(Fault):
     unheard: int = 0
 
     async def apply(self, bench: Bench) -> str:
-        """Put the rules in."""
-        await _network(bench).run(cut_rules(bench.upstreams[TARGET], self.direction, self.how, self.after_kb))
-        after = "" if self.after_kb is None else f", once {self.after_kb} kB have gone through"
+        """Put the rules in. Where so much may go through before, wait for it: until then nothing is broken."""
+        network = _network(bench)
+        await network.run(cut_rules(bench.upstreams[TARGET], self.direction, self.how, self.after_kb))
+        if self.after_kb is not None:
+            await _bites(network)
+        after = "" if self.after_kb is None else f", now that {self.after_kb} kB have gone through"
         what = "dropped" if self.how == "drop" else "answered with a reset"
         return f"packets between the gateway and replica {TARGET} are {what} ({self.direction}){after}"
 
@@ -295,6 +300,15 @@ async def _packets(network: Network) -> int:
         for expression in item.get("rule", {}).get("expr", ())
         if "counter" in expression
     )
+
+
+async def _bites(network: Network) -> None:
+    """Wait for the first packet that is hit. Where none is in time, whoever asks for the proof is told."""
+    deadline = time.monotonic() + BITES_WITHIN
+    while not await _packets(network):
+        if time.monotonic() > deadline:
+            return
+        await asyncio.sleep(0.05)
 
 
 def _queued(port: int) -> int:

@@ -1,9 +1,9 @@
 """Real gateways in front of several replicas, configured as somebody would who has read their manuals: HAProxy, nginx,
-Envoy.
+Envoy, and the one of this package that admits.
 
 Each asks the replicas for their health where it can, gives up on a replica that is silent for the read timeout, and
-asks another one as long as its client has got no byte. What each makes of the same fault differs, and that is what
-experiments are for (``docs/chaos.md``).
+asks another one as long as its client has got no byte (the one that admits: as long as nothing was sent). What each
+makes of the same fault differs, and that is what experiments are for (``docs/chaos.md``).
 
 Replicas are reached at addresses of their own, 127.0.1.1, 127.0.1.2 ..., so that a network can be cut between the
 gateway and one of them while everybody else still reaches it.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokengap.lab.parts import LOOPBACK, Part
-from tokengap.lab.proxies import PROXIES, Wiring
+from tokengap.lab.proxies import ADMIT, GATES, Wiring
 
 _PREVIOUS_HOSTS = "type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
 
@@ -52,7 +52,7 @@ def haproxy_config(wiring: Wiring, routes: Routes) -> str:
     wait = f"{routes.read_timeout * 1000:.0f}ms"
     return f"""\
 global
-    stats socket {wiring.directory}/haproxy.sock mode 600 level operator
+    stats socket "{wiring.directory}/haproxy.sock" mode 600 level operator
 
 defaults
     mode http
@@ -85,13 +85,13 @@ def nginx_config(wiring: Wiring, routes: Routes) -> str:
         f"        server {each.address}:{each.port} max_fails=1 fail_timeout=5s;" for each in routes.upstreams
     )
     temporary = "\n".join(
-        f"    {name}_temp_path {wiring.directory}/{name};"
+        f'    {name}_temp_path "{wiring.directory}/{name}";'
         for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     return f"""\
 daemon off;
 worker_processes 2;
-pid {wiring.directory}/nginx.pid;
+pid "{wiring.directory}/nginx.pid";
 error_log stderr;
 
 events {{
@@ -205,20 +205,47 @@ static_resources:
 """
 
 
+def admit_config(wiring: Wiring, routes: Routes) -> str:
+    """Return admit.yaml. It reads the replicas' pages, and refuses by age as it does without being told.
+
+    What begins to be answered is never sent again; a connection that nobody takes sends a request to the other replica.
+    """
+    engines = "\n".join(f"  - {each.name}=http://{each.address}:{each.port}" for each in routes.upstreams)
+    return f"""\
+engines:
+{engines}
+slots: {wiring.slots}
+admit_listen: {LOOPBACK}:{wiring.listen}
+admit_control: {wiring.directory}/admit.sock
+admit_silence: {routes.read_timeout:g}s
+"""
+
+
 #: What there is by the name of its program, as ``--through`` has it.
 GATEWAYS: Mapping[str, Callable[[Wiring, Routes], str]] = {
     "haproxy": haproxy_config,
     "nginx": nginx_config,
     "envoy": envoy_config,
+    ADMIT.name: admit_config,
 }
 
 
 def gateway_part(
-    name: str, through: str, listen: int, upstreams: Sequence[Upstream], read_timeout: float, directory: Path
+    name: str,
+    through: str,
+    listen: int,
+    upstreams: Sequence[Upstream],
+    *,
+    read_timeout: float,
+    slots: int,
+    directory: Path,
 ) -> Part:
-    """Write a gateway's configuration and return the part to run. Raises SetupError when it is not installed."""
+    """Write a gateway's configuration and return the part to run. Raises SetupError when it is not installed.
+
+    ``slots`` are those of each replica, for the one that admits.
+    """
     own = directory / name
     own.mkdir()
     routes = Routes(tuple(upstreams), read_timeout)
-    proxy = replace(PROXIES[through], config=lambda wiring: GATEWAYS[through](wiring, routes))
-    return replace(proxy.part(Wiring(listen, upstreams[0].port, leak=False, directory=own)), name=name)
+    gate = replace(GATES[through], config=lambda wiring: GATEWAYS[through](wiring, routes))
+    return replace(gate.part(Wiring(listen, upstreams[0].port, leak=False, directory=own, slots=slots)), name=name)

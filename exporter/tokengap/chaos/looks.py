@@ -54,6 +54,11 @@ class Look:
     throttled: Mapping[str, float]
 
     @property
+    def for_nobody(self) -> float:
+        """Streams at the gateway whose clients are not there any more."""
+        return self.clients.get("gone", 0.0) + self.clients.get("vanished", 0.0)
+
+    @property
     def unexplained(self) -> float:
         """Tokens out that are on no account; 0 or the exporter is wrong."""
         return self.out - self.useful - self.orphaned - self.pending - self.unattributed

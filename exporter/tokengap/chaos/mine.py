@@ -7,8 +7,10 @@ and that it is gone. After a crash it is for the engine's own supervisor to star
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -34,19 +36,36 @@ def listening(pid: int) -> set[int]:
 
 
 async def freeze(pid: int, seconds: float, timeline: Timeline) -> bool:
-    """Stop the core for so many seconds, and let it go on whatever happens. Tell whether that was to be seen."""
+    """Stop the core for so many seconds, and let it go on whatever happens. Tell whether that was to be seen.
+
+    This process may be killed meanwhile: then another one, which waits for its end, lets the core go on.
+    """
     core = core_of(pid)
+    heir = await asyncio.create_subprocess_exec(
+        *("sh", "-c", f"read _; kill -CONT {core.pid}"),
+        stdin=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
+    assert heir.stdin is not None
     try:
         core.suspend()
         timeline.note("fault", f"SIGSTOP to process {core.pid} ({core.name()})")
-        stopped = core.status() == psutil.STATUS_STOPPED
+        stopped = await _shows(lambda: core.status() == psutil.STATUS_STOPPED)
         timeline.note("proof", f"process {core.pid} is {core.status()}")
         await asyncio.sleep(seconds)
     finally:
-        core.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            core.resume()
         timeline.note("heal", f"SIGCONT to process {core.pid}")
+        heir.stdin.close()
+        await heir.wait()
+    if not alive(core):
+        timeline.note("heal", f"process {core.pid} is gone: somebody killed it meanwhile")
+        return False
+    goes_on = await _shows(lambda: core.status() != psutil.STATUS_STOPPED)
     timeline.note("heal", f"process {core.pid} is {core.status()}")
-    return stopped and core.status() != psutil.STATUS_STOPPED
+    return stopped and goes_on
 
 
 async def crash(pid: int, number: signal.Signals, seconds: float, timeline: Timeline) -> bool:
@@ -60,7 +79,7 @@ async def crash(pid: int, number: signal.Signals, seconds: float, timeline: Time
     name = core.name()
     core.send_signal(number)
     broken = timeline.note("fault", f"{number.name} to process {core.pid} ({name})")
-    if not await _becomes_gone(core):
+    if not await _shows(lambda: not alive(core)):
         timeline.note("proof", f"process {core.pid} is still there")
         return False
     timeline.note("proof", f"process {core.pid} is gone")
@@ -77,9 +96,10 @@ async def crash(pid: int, number: signal.Signals, seconds: float, timeline: Time
     return False
 
 
-async def _becomes_gone(process: psutil.Process) -> bool:
+async def _shows(condition: Callable[[], bool]) -> bool:
+    """Wait until what a signal does is to be seen. Tell whether it was in time."""
     deadline = time.monotonic() + SHOWS_WITHIN
-    while alive(process):
+    while not condition():
         if time.monotonic() > deadline:
             return False
         await asyncio.sleep(0.05)

@@ -215,6 +215,7 @@ async def play(
     fault = experiment.fault(options)
     report = Report(experiment.name, plan.through, plan.seed, timeline)
     async with put_up(plan, out, network) as bench:
+        timeline.note("note", bench.where())
         run = Run(bench, fault, phases, timeline)
         try:
             evidence = await beside(
