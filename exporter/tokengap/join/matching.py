@@ -281,15 +281,15 @@ def _sort_out(
     the first bytes of a stream came, its client got      their clients: the bytes went where they came from
     none; a client got as many, whose stream brought none
     the client got other amounts than its stream          clients between streams, so that amounts agree
-    of two that waited in the proxy each got what the     their clients
-    other's stream brought, nearly to the byte
+    of two each got what the other's stream brought, to   their clients
+    the byte, or if they waited in the proxy nearly so
     a client that closed had got what its stream did not  clients, so that it had a stream that brought as much or more
     more arrived than any proxy holds back, or a whole    the client goes to a stream that waits without one;
     answer, and the client never got a token              if there is none and the stream is over: it had left
     ====================================================  ====================================================
     """
     tolerance = 2 * SAME_INSTANT + blur
-    for rule in (_cut_together, _by_first_bytes, _by_amount, _crossed, _left_midway, _never_fed):
+    for rule in (_cut_together, _by_first_bytes, _by_amount, _to_the_byte, _crossed, _left_midway, _never_fed):
         burst = _burst(seg, now, mine, hop, ratio, at, blur)
         if len(burst.rows) < 2:
             return
@@ -308,10 +308,11 @@ def _sort_out(
 class _Burst:
     """The streams of one hop, with their clients, as far as pairs can be confused. ``rows`` are rows of the segments.
 
-    ``there``: the client is connected. ``waits``: it got no more than a header. ``mute``: its stream brought no more.
-    ``over``: its stream's carrier has closed. ``amiss``: amounts differ by more than framing and what is under way.
-    ``hungry``: more came than any proxy holds back, or a whole answer at once, and it got nothing. ``unfed``: all
-    bytes of its stream came at once, and it got none. ``overfed``: it got more than its stream brought.
+    ``bytes_down`` is ``went_down`` as it was counted, not in upstream bytes. ``there``: the client is connected.
+    ``waits``: it got no more than a header. ``mute``: its stream brought no more. ``over``: its stream's carrier has
+    closed. ``amiss``: amounts differ by more than framing and what is under way. ``hungry``: more came than any proxy
+    holds back, or a whole answer at once, and it got nothing. ``unfed``: all bytes of its stream came at once, and it
+    got none. ``overfed``: it got more than its stream brought.
     """
 
     rows: NDArray[np.intp]
@@ -319,6 +320,7 @@ class _Burst:
     asked_down: NDArray[np.float64]
     came_up: NDArray[np.float64]
     came_lately: NDArray[np.float64]
+    bytes_down: NDArray[np.float64]
     went_down: NDArray[np.float64]
     went_lately: NDArray[np.float64]
     seen: NDArray[np.bool_]
@@ -345,7 +347,8 @@ def _burst(
     seen = down >= 0
     there = seen & ~now.ended[down] & (now.rows["state"][down] == ESTABLISHED)
     per_byte = ratio[hop, 1] / ratio[hop, 0]
-    went_down = np.where(seen, track["written"] - track["begun"], 0) * per_byte
+    bytes_down = np.where(seen, track["written"] - track["begun"], 0).astype(np.float64)
+    went_down = bytes_down * per_byte
     waits = went_down <= HEADER_MOST
     went_lately = np.where(seen, now.d_written[down], 0) * per_byte
     came_up = some["supply"].astype(np.float64)
@@ -358,6 +361,7 @@ def _burst(
         asked_down=track["asked"],
         came_up=came_up,
         came_lately=some["arrived"].astype(np.float64),
+        bytes_down=bytes_down,
         went_down=went_down,
         went_lately=went_lately,
         seen=seen,
@@ -402,6 +406,20 @@ def _crossed(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp
             if crossed < FAR_BETTER * (off[i] + off[j]) and not {int(i), int(j)} & done:
                 done |= {int(i), int(j)}
                 yield rows[i], rows[j]
+
+
+def _to_the_byte(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    rows = np.flatnonzero(burst.seen)
+    came, got = burst.came_up[rows], burst.bytes_down[rows]
+    in_order = np.argsort(got, kind="stable")
+    other = in_order[np.clip(np.searchsorted(got[in_order], came - 1), 0, len(rows) - 1)]
+    # 1: a FIN counts as a byte. Both ways, for many have as much as many others.
+    crossed = (np.abs(got[other] - came) <= 1) & (np.abs(got - came[other]) <= 1) & (np.abs(got - came) > 1)
+    crossed &= burst.asked_down[rows][other] <= burst.asked_up[rows] + tolerance
+    crossed &= burst.asked_down[rows] <= burst.asked_up[rows][other] + tolerance
+    for i in np.flatnonzero(crossed & (other[other] == np.arange(len(rows)))):
+        if i < other[i]:
+            yield rows[i], rows[other[i]]
 
 
 def _left_midway(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
