@@ -51,9 +51,6 @@ def haproxy_config(wiring: Wiring, routes: Routes) -> str:
     servers = "\n".join(f"    server {each.name} {each.address}:{each.port}" for each in routes.upstreams)
     wait = f"{routes.read_timeout * 1000:.0f}ms"
     return f"""\
-global
-    stats socket "{wiring.directory}/haproxy.sock" mode 600 level operator
-
 defaults
     mode http
     timeout connect {CONNECT * 1000:.0f}ms
