@@ -160,7 +160,7 @@ def credit(
     if bytes_ <= 0:
         seen = 0.0
     elif silent.count == 0 or (worth is None and stranger_free and bytes_ >= STREAMED_BYTES * pool):
-        if worth is not None and stranger_free and goes_on and not even:
+        if worth is not None and stranger_free and goes_on and (not even or pool - worth > NOISE_SHARE * pool):
             ahead = min(max(pool - worth, 0.0), AHEAD_SHARE * pool)
         seen = pool - ahead
     elif worth is None:
