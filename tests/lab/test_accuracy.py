@@ -53,6 +53,21 @@ def test_each_bar_is_named_when_it_is_missed(change, said):
     assert changed.misses() == (said,)
 
 
+@pytest.mark.parametrize(
+    ("out", "orphaned", "misses"),
+    [
+        (2400.0, 0.6, ("0.6 tokens called orphaned, and none were",)),  # nobody's stream was ended
+        (1595.0, 2.1, ()),  # three were, and a token of each may have been on the way
+        (1595.0, 3.0, ("3.0 tokens called orphaned, and none were",)),
+    ],
+)
+def test_who_half_closed_is_there_where_the_proxy_lets_it_be(out, orphaned, misses):
+    """A proxy that ends the streams of those who half-closed has cut them off like those who left."""
+    truth, measured = Split(out, out, 0.0), Split(out, out - orphaned, orphaned)
+    cell = replace(CELL, way="nginx", column="half-close", seconds=(), truth=truth, measured=measured)
+    assert replace(cell, by_hop={"edge": orphaned}).misses() == misses
+
+
 def test_a_cell_that_was_not_run_misses_nothing_and_says_why():
     """It is neither good nor bad, and the page shows why."""
     cell = Cell("litellm", "fin", "streamed", skipped="it is installed and run only with --litellm")

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
-from tokengap.join.segments import Owned, all_but_the_last, in_flight
+from tokengap.join.segments import HEADER_USUAL, Owned, all_but_the_last, in_flight
 from tokengap.join.silent import Left
 from tokengap.readings import EnginePage
 from tokengap.view import Ending
@@ -117,6 +117,9 @@ def end(
     left_before = over & (streams.client >= VANISHED) & (seg["gone"] < at)
     left_now = over & (streams.client >= VANISHED) & ~left_before
     answered = ~np.isnan(seg["answered"])
+    # A brief answer that came at once is no longer than some headers.
+    small = over & ~answered & (seg["supply"] > HEADER_USUAL) & (seg["acked"] >= seg["supply"]) & np.array(at_once)
+    answered |= small
     whole = there & answered & ~np.array(died)
     # Over HTTP/2 a client that stays may have left one of its streams: then the engine finished fewer than ended.
     unfinished = max(int(whole.sum()) - spare, 0) if page is not None and page.finished is not None else 0
@@ -130,7 +133,7 @@ def end(
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")
     spare -= int(whole.sum())
     # Where another request followed on its socket, how much of the bytes were its own is not known, but it was whole.
-    got_all = all_but_the_last(seg) | (left_now & seg["reused"] & (seg["acked"] > 0))
+    got_all = all_but_the_last(seg) | small | (left_now & seg["reused"] & (seg["acked"] > 0))
 
     # A connection that is kept after the client left, or used again, has brought its answer to the end.
     sure = answered & np.isnan(seg["missed"])

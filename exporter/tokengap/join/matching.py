@@ -80,7 +80,7 @@ def _find_clients(
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         _claim_closed(seg, now, side, mine, int(hop), ratio, at, blur)
         _pair_free(seg, now, side, mine, int(hop), ratio, at, blur, guess)
-        _share(seg, now, side, mine & ~guess, int(hop), before, blur, frames)
+        _share(seg, now, side, mine & ~guess, int(hop), before, at, blur, frames)
         _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         burst = _burst(seg, now, mine, int(hop), ratio, at, blur)
         left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody else, who had left if anybody had
@@ -221,6 +221,7 @@ def _share(
     mine: NDArray[np.bool_],
     hop: int,
     before: float,
+    at: float,
     blur: float,
     frames: NDArray[np.uint64],
 ) -> None:
@@ -256,8 +257,16 @@ def _share(
             since = framed[asked[framed] >= seg["asked"][i] - SAME_INSTANT - blur]
             row = since[0] if len(since) == 1 else None
         if row is not None:
+            before_it = np.isnan(seg["ended"]) & (seg["down"] == cookies[row])
             _join(seg, i, now, row, hop)
-            seg["shared"] |= seg["down"] == cookies[row]
+            # On HTTP/1 a client asks again when it has its answer: then the request before is at its end, and none of
+            # that shows but here.
+            grew = now.track["grew"][now.find(seg["carrier"][before_it])]
+            waits = np.isnan(seg["answered"][before_it])
+            if row in framed or (waits | (grew > seg["asked"][i] + SAME_INSTANT + blur)).any():
+                seg["shared"] |= seg["down"] == cookies[row]
+            else:
+                seg["ended"][before_it] = at
 
 
 def _nearest(asked: NDArray[np.float64], rows: NDArray[np.intp], instant: float, tolerance: float) -> np.intp | None:
