@@ -204,8 +204,9 @@ def credit(
     # Bytes that met a page are used up, with or without tokens; those on trial wait for the verdict on their stream.
     seg["fresh"] = np.where(seg["trial"], seg["fresh"], 0.0)
     split = replace(ledger.tokens, orphaned=orphaned, unattributed=unattributed)
-    ledger = replace(ledger, tokens=split, pool=rest, waited=waited, learned=learned, doubts=doubts)
-    ledger = replace(ledger, ahead=ahead, lag=lag)
+    ledger = replace(
+        ledger, tokens=split, pool=rest, waited=waited, ahead=ahead, lag=lag, learned=learned, doubts=doubts
+    )
     return ledger, replace(streams, segments=seg)
 
 

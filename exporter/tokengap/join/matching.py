@@ -13,15 +13,12 @@ from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE
 from tokengap.join.pairing import Amounts, Requests, by_volume, in_order, pair
-from tokengap.join.segments import HEADER_MOST, HEADER_SECONDS, OWNED, SAME_INSTANT, UNSEEN, Segments
-from tokengap.join.sockets import Sides, Tracked, locate
+from tokengap.join.segments import HEADER_MOST, HEADER_SECONDS, HELD_BACK, OWNED, SAME_INSTANT, UNSEEN, Segments
+from tokengap.join.sockets import Sides, Tracked
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED
 
 #: How many times as much as one request a client's socket has received that carried several, at least.
 SEVERAL = 1.5
-
-#: Bytes that a proxy may hold back from a client that it serves (nginx with proxy_buffering on: two buffers of 8 KB).
-HELD_BACK = 16 * 1024
 
 #: By which factor amounts agree better, where two clients are exchanged that agree well enough as they are.
 FAR_BETTER = 0.25
@@ -101,7 +98,7 @@ def _claim_closed(
 ) -> None:
     """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
     they got. Their instants are not known, but the amount of a whole answer is."""
-    loose = (side.down == hop) & now.ended & (locate(np.unique(seg["down"]), now.rows["cookie"]) < 0)
+    loose = (side.down == hop) & now.ended & ~now.among(seg["down"])
     per_byte = ratio[hop, 1] / ratio[hop, 0]
     got = (now.track["written"] - now.track["begun"]) * per_byte
     clients = np.flatnonzero(loose & (got > HEADER_MOST))
@@ -140,8 +137,7 @@ def _pair_free(
     asks = ~now.known | waits | (now.d_written > 0)
     free = (side.down == hop) & ~now.ended & ~_busy(seg, now, at, blur) & (now.rows["bytes_received"] != 0)
     # One that half-closed while the proxy queued it is served all the same, and nobody else's.
-    never_served = locate(np.unique(seg["down"]), now.rows["cookie"]) < 0
-    half_closed = (now.rows["state"] == CLOSE_WAIT) & (now.d_written > 0) & never_served
+    half_closed = (now.rows["state"] == CLOSE_WAIT) & (now.d_written > 0) & ~now.among(seg["down"])
     free &= (asks | (passed_on <= HEADER_MOST)) & ((now.rows["state"] == ESTABLISHED) | ~now.known | half_closed)
 
     wanting, candidates = np.flatnonzero(needy), np.flatnonzero(free)
@@ -198,7 +194,7 @@ def _busy(seg: Segments, now: Tracked, at: float, blur: float) -> NDArray[np.boo
     listens = ~now.ended[rows] & (now.rows["state"][rows] == ESTABLISHED)
     asks_the_same = np.abs(now.track["asked"][rows] - seg["asked"]) <= 2 * SAME_INSTANT + blur
     held = listens & (np.isnan(seg["ended"]) | ((seg["ended"] == at) & asks_the_same))
-    return np.asarray(locate(np.unique(seg["down"][held]), now.rows["cookie"]) >= 0, dtype=np.bool_)
+    return now.among(seg["down"][held])
 
 
 def _join(seg: Segments, i: np.intp, now: Tracked, row: np.intp, hop: int) -> None:
@@ -242,7 +238,7 @@ def _share(
         return
     cookies, asked = now.rows["cookie"], now.track["asked"]
     listening = (side.down == hop) & ~now.ended & (now.rows["state"] == ESTABLISHED)
-    busy = listening & (locate(np.sort(seg["down"][np.isnan(seg["ended"])]), cookies) >= 0)
+    busy = listening & now.among(seg["down"][np.isnan(seg["ended"])])
     older = np.isnan(seg["ended"]) & (seg["asked"] < before)
     asked_again = np.flatnonzero(busy & np.isin(cookies, seg["down"][older]) & now.known & (now.d_received > 1))
     at_once, framed = np.flatnonzero(busy), np.flatnonzero(listening & np.isin(cookies, frames))

@@ -106,36 +106,51 @@ def _heard_together(
 ) -> list[tuple[int, int]]:
     """Match answers, or headers, that came and were passed on within ``slow`` seconds, and are as long, the equal ones
     first; in the order in which they were asked for."""
-    found: list[tuple[int, int]] = []
-    for nearly in (NEARLY_BYTES, np.inf):
-        clients = _oldest_first(down, ~np.isnan(down.heard), [j for _, j in pairs + found])
-        for i in _oldest_first(up, ~np.isnan(up.heard), [i for i, _ in pairs + found]):
-            asked, got = down.asked[clients], down.got[clients]
-            later = down.heard[clients] - up.heard[i]
-            fits = (later >= -tolerance) & (later <= tolerance + slow)
-            fits &= np.abs(got - up.got[i]) <= np.minimum(_slip(np.maximum(got, up.got[i])), nearly)
-            fits &= (asked <= up.asked[i] + AT_ONCE) & (asked >= up.asked[i] - SLOWEST_PROXY)
-            if fits.any():
-                found.append((int(i), int(clients[fits.argmax()])))
-                clients = np.delete(clients, fits.argmax())
-    return found
+
+    def fits(i: int, clients: NDArray[np.intp]) -> NDArray[np.bool_]:
+        later, got = down.heard[clients] - up.heard[i], np.maximum(down.got[clients], up.got[i])
+        together = (later >= -tolerance) & (later <= tolerance + slow) & (_off(up, down, i, clients) <= _slip(got))
+        return np.asarray(together & _asked_before(up, down, i, clients, AT_ONCE), dtype=np.bool_)
+
+    return _in_turn(up, down, ~np.isnan(up.heard), ~np.isnan(down.heard), pairs, fits)
 
 
 def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Match answers that flow to clients that get one, where the proxy took its time to ask: those that are equally
     long, then in their order; none before its client had asked."""
+    flows_up, flows_down = (side.asks & side.answered & side.open for side in (up, down))
+    return _in_turn(up, down, flows_up, flows_down, pairs, partial(_asked_before, up, down, after=0.0))
+
+
+def _in_turn(
+    up: Requests,
+    down: Requests,
+    ups: NDArray[np.bool_],
+    downs: NDArray[np.bool_],
+    pairs: list[tuple[int, int]],
+    fits: Callable[[int, NDArray[np.intp]], NDArray[np.bool_]],
+) -> list[tuple[int, int]]:
+    """Match what is marked and in no pair, each in its turn with the first that ``fits``; equal amounts first."""
     found: list[tuple[int, int]] = []
     for nearly in (NEARLY_BYTES, np.inf):
-        flowing = [j for j in _free(down, [j for _, j in pairs + found], True) if down.open[j]]
-        for i in _free(up, [i for i, _ in pairs + found], True):
-            if not up.open[i]:
-                continue
-            asked = (j for j in flowing if up.asked[i] - SLOWEST_PROXY <= down.asked[j] <= up.asked[i])
-            first = next((j for j in asked if abs(down.got[j] - up.got[i]) <= nearly), None)
-            if first is not None:
-                flowing.remove(first)
-                found.append((i, first))
+        clients = _oldest_first(down, downs, [j for _, j in pairs + found])
+        for i in _oldest_first(up, ups, [i for i, _ in pairs + found]):
+            fit = fits(int(i), clients) & (_off(up, down, i, clients) <= nearly)
+            if fit.any():
+                found.append((int(i), int(clients[fit.argmax()])))
+                clients = np.delete(clients, fit.argmax())
     return found
+
+
+def _off(up: Requests, down: Requests, i: int, clients: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return by how much the amounts of an answer and of these clients' differ."""
+    return np.asarray(np.abs(down.got[clients] - up.got[i]), dtype=np.float64)
+
+
+def _asked_before(up: Requests, down: Requests, i: int, clients: NDArray[np.intp], after: float) -> NDArray[np.bool_]:
+    """Mark the clients who asked before the proxy did, or so many seconds ``after``, and not too long before."""
+    asked = down.asked[clients]
+    return np.asarray((asked <= up.asked[i] + after) & (asked >= up.asked[i] - SLOWEST_PROXY), dtype=np.bool_)
 
 
 def _free(side: Requests, taken: list[int], answered: bool | None) -> list[int]:

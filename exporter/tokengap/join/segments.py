@@ -22,6 +22,9 @@ HEADER_USUAL = 200
 #: measured, 4 ms ticks, a busy event loop in between).
 SAME_INSTANT = 0.05
 
+#: Bytes that a proxy may hold back from a client that it serves (nginx with proxy_buffering on: two buffers of 8 KB).
+HELD_BACK = 16 * 1024
+
 #: What a client may lack that has, or had, its whole answer: the last chunk, and what re-framing makes of the
 #: difference.
 TAIL_BYTES, TAIL_SHARE = 1024, 0.05

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.segments import HEADER_MOST, UNSEEN, Segments
-from tokengap.join.sockets import Sides, Tracked, locate
+from tokengap.join.sockets import Sides, Tracked
 from tokengap.readings import ESTABLISHED
 
 #: No HTTP/1 request is smaller, and a frame that is not a request is: 9 to 17 bytes, two of them in TLS about 48.
@@ -65,7 +65,7 @@ def listen(before: Talk, now: Tracked, side: Sides, seg: Segments) -> Talk:
     small = live & had_answer & (now.d_received > 1) & (now.d_received < LEAST_REQUEST)
     large = live & had_answer & (now.d_received >= LEAST_REQUEST)
     answering = np.isnan(seg["ended"]) & ~np.isnan(seg["answered"])
-    amid = small & (locate(np.unique(seg["down"][answering]), cookies) >= 0)
+    amid = small & now.among(seg["down"][answering])
     here = cookies[live]
     frames = np.intersect1d(np.concatenate([before.frames, cookies[amid], seg["down"][seg["shared"]]]), here)
     murmurs = np.setdiff1d(np.intersect1d(before.murmurs, here), cookies[large])
@@ -80,8 +80,7 @@ def note_leavers(seg: Segments, now: Tracked, side: Sides, before: float, *, eve
     new = (seg["born"] >= before) & (seg["carrier"] != seg["down"])
     if not new.any():
         return
-    taken = locate(np.unique(seg["down"]), now.rows["cookie"]) >= 0
-    brief = (side.down >= 0) & now.ended & ~taken & (now.d_received > 1)
+    brief = (side.down >= 0) & now.ended & ~now.among(seg["down"]) & (now.d_received > 1)
     brief &= now.track["written"] - now.track["begun"] <= HEADER_MOST
     hops = [UNSEEN, *side.down[brief]] if brief.any() else []
     seg["maybe_left"] |= new & (first or not events or np.isin(seg["hop"], hops))

@@ -72,6 +72,10 @@ class Tracked:
         """Return the row of each cookie, or -1."""
         return locate(self.rows["cookie"], cookies)
 
+    def among(self, cookies: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Mark the rows whose cookie is one of these."""
+        return np.asarray(locate(np.unique(cookies), self.rows["cookie"]) >= 0, dtype=np.bool_)
+
 
 def nobody() -> SocketTable:
     """Return one row that stands for "no such socket": its cookie sorts last, so that index -1, what a search answers

@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE, VANISHED, Downstream, client_states
-from tokengap.join.matching import HELD_BACK, find_clients
+from tokengap.join.matching import find_clients
 from tokengap.join.rest import InEngine, await_clients, believe_brief, end_finished
 from tokengap.join.segments import (
     FOREIGN,
     HEADER_MOST,
     HEADER_SECONDS,
+    HELD_BACK,
     OWNED,
     SAME_INSTANT,
     SEGMENT,
@@ -166,11 +167,11 @@ def advance(
     socket of theirs tells apart."""
     topology = state.topology
     both = np.concatenate([snapshot.open, snapshot.closed, nobody()])
-    order = np.argsort(both["cookie"], kind="stable")
-    both, ended = both[order], order >= len(snapshot.open)
     ours = _our_own(both, state.own, own)
-    state = replace(state, own=both["cookie"][ours])
-    both, ended = both[~ours], ended[~ours]
+    state = replace(state, own=np.sort(both["cookie"][ours]))
+    order = np.argsort(both["cookie"], kind="stable")
+    order = order[~ours[order]]
+    both, ended = both[order], order >= len(snapshot.open)
     side = sides(both, topology, snapshot.namespaces)
     now = follow(state.track, both, ended, (side.down >= 0) | (side.engine_side >= 0), at)
 
@@ -229,8 +230,9 @@ def _our_own(rows: SocketTable, before: NDArray[np.uint64], inodes: frozenset[in
     A socket that is destroyed has no inode any more: then its cookie of ``before`` tells.
     """
     ours = np.isin(rows["inode"], list(inodes)) | (locate(before, rows["cookie"]) >= 0)
-    if ours.any():
-        ours |= locate(np.sort(connection_keys(rows[ours], reverse=True)), connection_keys(rows)) >= 0
+    others = np.flatnonzero(np.isin(rows["dport"], rows["sport"][ours]))  # of few only the whole address is compared
+    keys = np.sort(connection_keys(rows[ours], reverse=True))
+    ours[others] |= locate(keys, connection_keys(rows[others])) >= 0
     return np.asarray(ours, dtype=np.bool_)
 
 
@@ -448,13 +450,13 @@ def _born(
 ) -> tuple[Segments, int]:
     """Begin a stream for every carrier with a request and no stream."""
     rows, first_beat = now.rows, state.track is None
-    carrying = locate(np.sort(seg["carrier"][np.isnan(seg["ended"])]), rows["cookie"]) >= 0
-    replaced = locate(np.sort(seg["carrier"][seg["ended"] == at]), rows["cookie"]) >= 0
+    carrying = now.among(seg["carrier"][np.isnan(seg["ended"])])
+    replaced = now.among(seg["carrier"][seg["ended"] == at])
 
     new = ~now.known & carriers.asked
     if first_beat:  # an old connection that is quiet after an answer is at rest
         new &= carriers.waiting | (now.track["grew"] > at - 1.5 * state.topology.interval)
-    after_stream = locate(np.sort(seg["carrier"][(seg["ended"] == at) & ~seg["trial"]]), rows["cookie"]) >= 0
+    after_stream = now.among(seg["carrier"][(seg["ended"] == at) & ~seg["trial"]])
     waiting = carriers.waiting | (after_stream & carriers.early)
     asks = waiting | (carriers.d_question > 0)
     resumes = (carriers.d_answer > 1) & ~replaced  # 1: the peer's FIN
@@ -513,7 +515,7 @@ def _own(
     ``blind``: hops with clients on HTTP/2 or 3. There "no socket of its own" proves nothing, and what was taken for an
     orphan before that was known is none. ``patience``: seconds for which a client may yet be found.
     """
-    busy = locate(np.unique(seg["down"][np.isnan(seg["ended"])]), now.rows["cookie"]) >= 0
+    busy = now.among(seg["down"][np.isnan(seg["ended"])])
     free = np.unique(side.down[~now.ended & ~busy & (now.rows["state"] == ESTABLISHED)])
     nobody_else = seg["maybe_left"] | ~np.isin(seg["hop"], free)
     flying = np.isnan(seg["ended"])
@@ -654,7 +656,7 @@ def _held(seg: Segments, now: Tracked, side: Sides, at: float, interval: float, 
     asks = (side.down >= 0) & ~now.ended & (rows["state"] == ESTABLISHED) & (rows["bytes_received"] > 0)
     asks &= (rows["last_data_recv"] >= 0) & (rows["last_data_recv"] <= rows["last_data_sent"])
     asks &= (at - now.track["asked"] >= interval) & ~np.isin(rows["cookie"], murmurs)
-    served = locate(np.sort(seg["down"][np.isnan(seg["ended"])]), rows["cookie"]) >= 0
+    served = now.among(seg["down"][np.isnan(seg["ended"])])
     waiting = np.flatnonzero(asks & ~served)
     still = at - now.track["moved"][waiting]
     states = client_states(Downstream(rows[waiting], still, np.zeros(len(waiting)), interval))
