@@ -20,9 +20,6 @@ from tokengap.readings import CLOSE_WAIT, ESTABLISHED
 #: How many times as much as one request a client's socket has received that carried several, at least.
 SEVERAL = 1.5
 
-#: By which factor amounts agree better, where two clients are exchanged that agree well enough as they are.
-FAR_BETTER = 0.25
-
 #: Bytes that the header of an answer has at least.
 HEADER_LEAST = 128
 
@@ -74,12 +71,11 @@ def _find_clients(
         targets = [(target, "to_hop" if is_hop else "engine") for h, target, is_hop in edges if h == hop]
         mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
         # First with the clients of before, for those that have closed by now still tell whose they were.
-        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-        _claim_closed(seg, now, side, mine, int(hop), ratio, at, blur)
+        burst = _sort_out(seg, now, mine, int(hop), ratio, at, blur)
+        _claim_closed(seg, now, side, burst, int(hop), ratio)
         _pair_free(seg, now, side, mine, int(hop), ratio, at, blur, guess)
         _share(seg, now, side, mine & ~guess, int(hop), before, at, blur, frames)
-        _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-        burst = _burst(seg, now, mine, int(hop), ratio, at, blur)
+        burst = _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody else, who had left if anybody had
         seg["down"][left] = 0
         seg["client"][left] = np.where(seg["maybe_left"][left], np.int8(GONE), np.int8(UNSEEN))
@@ -87,14 +83,7 @@ def _find_clients(
 
 
 def _claim_closed(
-    seg: Segments,
-    now: Tracked,
-    side: Sides,
-    mine: NDArray[np.bool_],
-    hop: int,
-    ratio: NDArray[np.float64],
-    at: float,
-    blur: float,
+    seg: Segments, now: Tracked, side: Sides, burst: _Burst, hop: int, ratio: NDArray[np.float64]
 ) -> None:
     """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
     they got. Their instants are not known, but the amount of a whole answer is."""
@@ -102,7 +91,6 @@ def _claim_closed(
     per_byte = ratio[hop, 1] / ratio[hop, 0]
     got = (now.track["written"] - now.track["begun"]) * per_byte
     clients = np.flatnonzero(loose & (got > HEADER_MOST))
-    burst = _burst(seg, now, mine, hop, ratio, at, blur)
     asking = np.flatnonzero(~burst.mute & (burst.hungry | (seg["down"][burst.rows] == 0)))
     if len(clients) and len(asking):
         anytime = np.zeros(max(len(asking), len(clients)))
@@ -275,8 +263,9 @@ def _nearest(asked: NDArray[np.float64], rows: NDArray[np.intp], instant: float,
 
 def _sort_out(
     seg: Segments, now: Tracked, mine: NDArray[np.bool_], hop: int, ratio: NDArray[np.float64], at: float, blur: float
-) -> None:
+) -> _Burst:
     """Correct the pairs of requests that came in one burst, where instants alone did not tell whose client is whose.
+    Returns them as they are then.
 
     ====================================================  ====================================================
     what contradicts the pair                             what is exchanged
@@ -287,18 +276,19 @@ def _sort_out(
     none; a client got as many, whose stream brought none
     the client got other amounts than its stream          clients between streams, so that amounts agree
     of two each got what the other's stream brought, to   their clients
-    the byte, or if they waited in the proxy nearly so
+    the byte
     a client that closed had got what its stream did not  clients, so that it had a stream that brought as much or more
     more arrived than any proxy holds back, or a whole    the client goes to a stream that waits without one;
     answer, and the client never got a token              if there is none and the stream is over: it had left
     ====================================================  ====================================================
     """
     tolerance = 2 * SAME_INSTANT + blur
-    for rule in (_cut_together, _by_first_bytes, _by_amount, _to_the_byte, _crossed, _left_midway, _never_fed):
-        burst = _burst(seg, now, mine, hop, ratio, at, blur)
+    burst = _burst(seg, now, mine, hop, ratio, at, blur)
+    for rule in (_cut_together, _by_first_bytes, _by_amount, _to_the_byte, _left_midway, _never_fed):
         if len(burst.rows) < 2:
-            return
-        for a, b in rule(burst, tolerance):
+            break
+        exchanged = list(rule(burst, tolerance))
+        for a, b in exchanged:
             both = np.array([burst.rows[a], burst.rows[b]])
             for column in ("down", "acked", "client", "gone", "maybe_left"):
                 seg[column][both] = seg[column][both[::-1]]
@@ -307,6 +297,9 @@ def _sort_out(
             seg["lag"][both] = came - seg["acked"][both] * ratio[hop, 1] / ratio[hop, 0]
             seg["level"][both] = 0.0
             seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
+        if exchanged:
+            burst = _burst(seg, now, mine, hop, ratio, at, blur)
+    return burst
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,22 +388,6 @@ def _by_first_bytes(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, 
 def _by_amount(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
     fed, flowing = burst.amiss & burst.seen & ~burst.waits, burst.amiss & ~burst.mute
     yield from _as_amounts_agree(burst, fed, flowing, tolerance, partly=False)
-
-
-def _crossed(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
-    queued = burst.seen & ~burst.mute & ~burst.waits & (burst.asked_up - burst.asked_down > tolerance)
-    rows = np.flatnonzero(queued)
-    came, went = burst.came_up[rows], burst.went_down[rows]
-    by_went = np.argsort(went, kind="stable")
-    off = np.abs(went - came)
-    done: set[int] = set()
-    for i in np.flatnonzero(off > HEADER_MOST):
-        near = np.searchsorted(went[by_went], came[i])
-        for j in by_went[max(near - 1, 0) : near + 1]:
-            crossed = abs(went[j] - came[i]) + abs(went[i] - came[j])
-            if crossed < FAR_BETTER * (off[i] + off[j]) and not {int(i), int(j)} & done:
-                done |= {int(i), int(j)}
-                yield rows[i], rows[j]
 
 
 def _to_the_byte(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:

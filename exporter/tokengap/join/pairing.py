@@ -118,7 +118,7 @@ def _heard_together(
 def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Match answers that flow to clients that get one, where the proxy took its time to ask: those that are equally
     long, then in their order; none before its client had asked."""
-    flows_up, flows_down = (side.asks & side.answered & side.open for side in (up, down))
+    flows_up, flows_down = (np.logical_and(side.answered, side.open) & side.asks for side in (up, down))
     return _in_turn(up, down, flows_up, flows_down, pairs, partial(_asked_before, up, down, after=0.0))
 
 
