@@ -85,34 +85,32 @@ class Guard:
         """Answer, or refuse: 429 too often, 401 without the password, 503 while too many passwords are looked at."""
         self.busy.add(request.protocol)
         try:
-            if (refused := await self._refusal(request)) is not None:
-                return refused
+            if request.path not in OPEN:
+                if self._too_often(request):
+                    return _refused(HTTPStatus.TOO_MANY_REQUESTS, "too many requests; try again", {"Retry-After": "1"})
+                if self._passwords is not None and (refused := await _stranger(self._passwords, request)) is not None:
+                    return refused
             return await handler(request)
         finally:
             self.busy.discard(request.protocol)
 
-    async def _refusal(self, request: web.Request) -> web.Response | None:
-        """Return why a request is not answered, None where it is."""
-        if request.path in OPEN:
-            return None
-        if self._too_often(request, time.monotonic()):
-            return _refused(HTTPStatus.TOO_MANY_REQUESTS, "too many requests; try again", {"Retry-After": "1"})
-        if self._passwords is None:
-            return None
-        try:
-            known = await self._passwords.right(request.headers.get("Authorization", ""))
-        except Busy:
-            again = {"Retry-After": "1"}
-            return _refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many passwords to look at; try again", again)
-        challenge = {"WWW-Authenticate": 'Basic realm="tokengap", charset="UTF-8"'}
-        return None if known else _refused(HTTPStatus.UNAUTHORIZED, "a user and a password are needed", challenge)
-
-    def _too_often(self, request: web.Request, now: float) -> bool:
+    def _too_often(self, request: web.Request) -> bool:
         if self._bucket is not None:
-            return not self._bucket.take(now)
+            return not self._bucket.take(time.monotonic())
         if self._each is None or (request.path == self._telemetry_path and not request.query_string):
             return False
-        return not self._each.take(request.remote or "", now)
+        return not self._each.take(request.remote or "", time.monotonic())
+
+
+async def _stranger(passwords: Passwords, request: web.Request) -> web.Response | None:
+    """Return why a request is not answered for lack of a password, None where it is."""
+    try:
+        known = await passwords.right(request.headers.get("Authorization", ""))
+    except Busy:
+        again = {"Retry-After": "1"}
+        return _refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many passwords to look at; try again", again)
+    challenge = {"WWW-Authenticate": 'Basic realm="tokengap", charset="UTF-8"'}
+    return None if known else _refused(HTTPStatus.UNAUTHORIZED, "a user and a password are needed", challenge)
 
 
 class Busy(Exception):
