@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -337,26 +339,71 @@ def test_a_count_that_leaked_is_no_stream():
 # --- totals ---------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 50), st.integers(0, 100))), max_size=30))
-def test_totals_of_a_proxy_never_fall(beats: list[tuple[int, int] | None]):
-    """Whatever it says, whenever it cannot be read, however often it is restarted: growth is added, and no more."""
-    memories: dict[str, ProxyMemory] = {}
-    total, last = None, None
-    for at, told in enumerate(beats):
-        value = None if told is None else ProxySnapshot("haproxy", uptime=float(told[0]), client_aborts=told[1])
-        reading = Reading(float(at), error="down") if value is None else Reading(float(at), value=value)
-        readings = Readings(
-            at=float(at),
-            wall=0.0,
-            topology=Topology(),
-            sockets=Reading(0.0, error="-"),
-            engines={},
-            processes=Reading(0.0, error="-"),
-            proxies={"edge": reading},
-        )
-        memories = dict(observe(memories, readings))
-        if told is not None:
-            same = last is not None and told[0] >= last[0] and told[1] >= last[1]
-            total = (total or 0) + (told[1] - last[1] if same and last else 0)
-            last = told
-        assert (memories["edge"].client_aborts.grown if memories else None) == total
+def reading_of(at: float, value: ProxySnapshot | None) -> Readings:
+    return Readings(
+        at=at,
+        wall=0.0,
+        topology=Topology(),
+        sockets=Reading(0.0, error="-"),
+        engines={},
+        processes=Reading(0.0, error="-"),
+        proxies={"edge": Reading(at, error="down") if value is None else Reading(at, value=value)},
+    )
+
+
+def total_of(told: Iterable[tuple[float, float, int] | None]) -> float | None:
+    """What is published after a proxy told (at, uptime, clients that left), or could not be read."""
+    memories: Mapping[str, ProxyMemory] = {}
+    for each in told:
+        at, value = (0.0, None) if each is None else (each[0], ProxySnapshot("haproxy", each[1], client_aborts=each[2]))
+        memories = observe(memories, reading_of(at, value))
+    return memories["edge"].client_aborts.grown if memories else None
+
+
+HAPPENS = st.one_of(
+    st.tuples(st.sampled_from(["leave", "wait"]), st.integers(1, 9)),
+    st.tuples(st.sampled_from(["read", "unread", "restart"]), st.just(1)),
+)
+
+
+@given(st.lists(HAPPENS, max_size=40), st.integers(0, 5), st.integers(3, 90))
+def test_the_total_of_a_proxy_is_what_it_counted_while_somebody_could_know(
+    happened: list[tuple[str, int]], before: int, uptime: int
+):
+    """Whoever left between two readings is in it, whatever could not be read, however often the proxy was restarted;
+    lost is what it had counted before a restart since it was read last, and what came before the first reading."""
+    now, started, count, read = 100.0, 100.0 - uptime, before, None
+    told: list[tuple[float, float, int] | None] = []
+    total = None
+    for what, much in [*happened, ("read", 1)]:
+        now += much if what == "wait" else 0.01
+        if what == "leave":
+            count += much
+        elif what == "restart":
+            now += 3.0  # a proxy is up for a while, and takes one to start
+            started, count, read = now, 0, None if read is None else 0
+        elif what == "unread":
+            told.append(None)
+        elif what == "read":
+            total = 0.0 if total is None else total + count - (read or 0)
+            read = count
+            told.append((now, float(int(now - started)), count))
+    assert total_of(told) == total
+
+
+@pytest.mark.parametrize(
+    ("told", "total"),
+    [
+        pytest.param([(10, 50, 7), (11, 51, 7), (12, 52, 9)], 2, id="grows"),
+        pytest.param([(10, 50, 7), None, (12, 0, 1)], 1, id="restarted, and one left before it was read again"),
+        pytest.param([(10, 50, 7), None, (12, 0, 7)], 7, id="restarted, and as many left again"),
+        pytest.param([(10, 50, 7), (12, 2, 9)], 9, id="restarted at once"),
+        pytest.param([(10, 1, 7), (11, 1, 8)], 1, id="an uptime is told in whole seconds"),
+        pytest.param([(10, 500, 7), (12, 440, 8)], 1, id="the clock was set back"),
+        pytest.param([(10, 500, 7), (12, 502, 2), (14, 504, 3)], 1, id="counters were cleared"),
+        pytest.param([(10, None, 7), (12, None, 8), (14, None, 2)], 1, id="no uptime"),
+    ],
+)
+def test_when_a_proxy_counts_anew(told: list[tuple[float, float, int] | None], total: float):
+    """A restart is known by an uptime that is shorter than the time since; anything else that falls is a new base."""
+    assert total_of(told) == total

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from tokengap.readings import ProxySnapshot, Readings
 from tokengap.view import ProxyView
 
+#: Seconds that an uptime, in whole ones, and the instant at which it was told may be apart.
+COARSE = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Total:
@@ -17,18 +20,20 @@ class Total:
     grown: float | None = None
 
     def plus(self, now: int | None, *, restarted: bool) -> Total:
-        """Take a new value in. After a restart, or a fall, the value is the new base: what was lost nobody knows."""
+        """Take a new value in. After a restart it counted all of it since. A fall without one (``clear counters``, a
+        listener that was taken away) makes the value the new base: what was lost nobody knows."""
         if now is None:
             return self
-        same = self.last is not None and now >= self.last and not restarted
-        return Total(now, (self.grown or 0.0) + (now - (self.last or 0) if same else 0))
+        base = 0 if restarted else self.last
+        return Total(now, (self.grown or 0.0) + (now - base if base is not None and now >= base else 0))
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyMemory:
-    """What is remembered of one proxy between beats."""
+    """What is remembered of one proxy between beats. ``at``: when it was read (monotonic seconds)."""
 
     program: str = ""
+    at: float = 0.0
     uptime: float | None = None
     client_aborts: Total = field(default_factory=Total)
     resets: Total = field(default_factory=Total)
@@ -39,18 +44,29 @@ def observe(memories: Mapping[str, ProxyMemory], readings: Readings) -> Mapping[
     new = dict(memories)
     for hop, reading in readings.proxies.items():
         if (told := reading.value) is not None:
-            new[hop] = _remember(memories.get(hop, ProxyMemory()), told)
+            new[hop] = _remember(memories.get(hop, ProxyMemory()), told, reading.at)
     return new
 
 
-def _remember(memory: ProxyMemory, told: ProxySnapshot) -> ProxyMemory:
-    restarted = memory.uptime is not None and told.uptime is not None and told.uptime < memory.uptime
+def _remember(memory: ProxyMemory, told: ProxySnapshot, at: float) -> ProxyMemory:
+    restarted = _restarted(memory, told, at)
     return ProxyMemory(
         told.program,
+        at,
         told.uptime,
         memory.client_aborts.plus(told.client_aborts, restarted=restarted),
         memory.resets.plus(told.resets, restarted=restarted),
     )
+
+
+def _restarted(memory: ProxyMemory, told: ProxySnapshot, at: float) -> bool:
+    """Whether the proxy was started since it was read before: it is younger than that, and than it would be by now.
+
+    A clock that is set back makes HAProxy younger too, which counts by the wall; only not so young."""
+    if memory.uptime is None or told.uptime is None:
+        return False
+    since = at - memory.at
+    return told.uptime <= min(since, memory.uptime + since - COARSE)
 
 
 def views(
