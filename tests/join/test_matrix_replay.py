@@ -80,12 +80,8 @@ MISSING = {
     ),
     "direct-kept-connections": ("none streamed",),
     "haproxy-maxconn-half-closed": ("fin streamed",),
-    "haproxy-maxconn-streamed": (
-        "fin streamed",
-        "vanish streamed",
-    ),
+    "haproxy-maxconn-streamed": ("fin streamed",),
     "haproxy": (
-        "fin streamed",
         "half-close whole",
         "vanish whole",
     ),

@@ -609,10 +609,12 @@ def _deliver(
     first = np.isnan(seg["lag"])
     listening = (path.client >= 0) & (path.client < VANISHED)
     went = d_acked * ratio[hop, 1] / ratio[hop, 0]
-    # One found late starts with what it lacks, where that is more than a proxy holds back from everybody.
+    # At first that is what its socket holds. One found late starts with what it lacks, where that is more than a proxy
+    # holds back from everybody.
+    holds = np.where(now.ended[down], 0, np.maximum(now.rows["wqueue"][down], 0)) * ratio[hop, 1] / ratio[hop, 0]
     lacks = seg["supply"] - top["acked"] * ratio[hop, 1] / ratio[hop, 0]
     late = (lacks > HELD_BACK) & ~direct & ~top["shared"]
-    seg["lag"] = np.where(first & seen, np.where(late, lacks, 0.0), seg["lag"] + arrived - went)
+    seg["lag"] = np.where(first & seen, np.where(late, lacks, holds), seg["lag"] + arrived - went)
     drift = np.where(direct, 0.0, REFRAMING * went)
     level = np.where(listening, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
     seg["level"] = np.where(first, 0.0, level)
