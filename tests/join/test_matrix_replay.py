@@ -87,7 +87,6 @@ MISSING = {
     ),
     "litellm-leaking-fin": ("fin streamed",),
     "litellm-nobody-leaves": ("none streamed",),
-    "nginx-cache-rst": ("rst streamed",),
     "nginx-pooled-short-answers": ("none streamed",),
     # Recorded when fewer owners were asked for: of two connections it is not told whose they are.
     "nginx-pooled-ten-tokens": ("none streamed",),

@@ -241,6 +241,7 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
     seg = streams.segments.copy()
     answer = body(seg)
     late = np.divide(seg["behind"], answer, out=np.ones(len(seg)), where=answer > 0)
+    untold = np.divide(seg["untold"], answer, out=np.zeros(len(seg)), where=answer > 0)
     ended = ~np.isnan(seg["ended"]) & ~seg["draining"]
     left = streams.client >= VANISHED
     listening = (streams.client >= 0) & ~left
@@ -250,7 +251,8 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
     useful = np.maximum(seg["useful"], np.minimum(delivered, seg["tokens"] - seg["orphaned"]))
     doubtful = in_doubt(streams, ledger.unstreamed)
     open_ = in_flight(seg) & seems_over(seg)  # if more comes, or it ends, it will show
-    orphaned = np.maximum(seg["orphaned"], np.where(left & ~doubtful & ~open_, seg["tokens"] - useful, 0.0))
+    hopeless = seg["tokens"] * np.where(ended, 1.0, 1 - untold) - useful
+    orphaned = np.maximum(seg["orphaned"], np.where(left & ~doubtful & ~open_, hopeless, 0.0))
     lost = np.where(ended & (streams.client < 0), seg["tokens"] - useful - orphaned, 0.0)
 
     tokens = ledger.tokens

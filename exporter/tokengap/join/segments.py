@@ -70,6 +70,7 @@ SEGMENT = np.dtype(
         ("lag", "f8"),  # answer bytes minus what the outermost client acknowledged, in upstream bytes, since paired
         ("level", "f8"),  # the lag at which all was delivered
         ("behind", "f8"),  # answer bytes not yet acknowledged by the outermost client
+        ("untold", "f8"),  # of these, what that client may have got since it was seen last: its socket's end will tell
         ("tokens", "f8"),
         ("useful", "f8"),
         ("orphaned", "f8"),

@@ -141,6 +141,19 @@ def follow(
     return Tracked(rows, track, known, ended, d_sent, d_acked, d_written, d_received)
 
 
+def remember(before: NDArray[np.void] | None, now: Tracked, needed: NDArray[np.uint64]) -> NDArray[np.void]:
+    """Return what the next beat needs of the sockets: those of this one, and of ``before`` the ``needed`` that are in
+    no table any more and were not said to have ended. A proxy may hold a reset connection for long, and the counters at
+    its end go on from here."""
+    track = now.track[~now.ended]
+    if before is None:
+        return track
+    lost = np.unique(needed[(needed > 0) & (now.find(needed) < 0)])
+    rows = locate(before["cookie"], lost)
+    kept = before[rows[rows >= 0]]
+    return np.sort(np.concatenate([track, kept]), order="cookie") if len(kept) else track
+
+
 @dataclass(frozen=True, slots=True)
 class Sides:
     """For each row of a socket table, which side of what it is; -1 for none. Indices into the topology's tuples.
@@ -191,7 +204,7 @@ def _at(table: SocketTable, endpoint: Endpoint, end: str, here: NDArray[np.uint6
         mask = mask & (table[f"{end}_hi"] == hi) & (table[f"{end}_lo"] == lo)
     elif end == "dst":
         # "This host": a loopback address, the very address that we call from, or one of a watched namespace.
-        ours = _loopback(table, end) | _to_itself(table)
+        ours = on_this_host(table, end)
         if len(here):
             ours |= locate(here, _mix(table["dst_hi"], table["dst_lo"])) >= 0
         mask = mask & ours
@@ -207,6 +220,11 @@ def _inside(
     at = [one.number for one in namespaces if as_ipv6(endpoint.address) in one.addresses]
     mask = table["sport" if end == "src" else "dport"] == endpoint.port
     return np.asarray(mask & np.isin(table["netns"], at) & _loopback(table, end), dtype=np.bool_)
+
+
+def on_this_host(table: SocketTable, end: str) -> NDArray[np.bool_]:
+    """Mark the sockets of which one end, as the addresses tell, is on this host whatever its addresses are."""
+    return _loopback(table, end) | _to_itself(table)
 
 
 def _loopback(table: SocketTable, end: str) -> NDArray[np.bool_]:

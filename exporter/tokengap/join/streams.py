@@ -38,7 +38,19 @@ from tokengap.join.segments import (
     stays,
 )
 from tokengap.join.signs import Signs, Talk, listen, note_leavers, signs
-from tokengap.join.sockets import Sides, Tracked, ages, caller_keys, connection_keys, follow, locate, nobody, sides
+from tokengap.join.sockets import (
+    Sides,
+    Tracked,
+    ages,
+    caller_keys,
+    connection_keys,
+    follow,
+    locate,
+    nobody,
+    on_this_host,
+    remember,
+    sides,
+)
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot, SocketTable
 from tokengap.topology import Topology
 
@@ -199,7 +211,7 @@ def advance(
     seg = _own(seg, now, side, at, began, many, max(NEVER_PAIRED_SECONDS, 2 * topology.interval))
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
-    seg, ratio = _deliver(seg, path, now, state.ratio, at)
+    seg, ratio = _deliver(seg, path, now, state.ratio, at, events=snapshot.events)
     doubtful = _guesses(state, seg, at) & (path.client >= VANISHED) & ~all_but_the_last(seg)
     path = replace(path, client=np.where(doubtful, np.int8(UNSEEN), path.client))
 
@@ -207,7 +219,7 @@ def advance(
     state = replace(
         state,
         segments=seg[stays(seg)],
-        track=now.track[~now.ended],
+        track=remember(state.track, now, seg["down"][stays(seg)]),
         at=at,
         next_id=next_id,
         foreign=np.intersect1d(foreign, now.rows["cookie"]),
@@ -310,7 +322,9 @@ class _Carriers:
     """Per socket row: is it a carrier, does it belong to the engine itself, how much question and answer it carried.
 
     ``early``: the newest answer byte came right after the newest question, as a header does. ``waiting``: a question
-    was sent and its answer, other than a header, has not begun. ``asked``: any question was ever sent.
+    was sent and its answer, other than a header, has not begun. ``asked``: any question was ever sent. ``cut``: the
+    engine's end of a connection that came and went since the beat before, of whose other end, on this host, nothing
+    was told: HAProxy lets go of an engine by a reset, which wipes its own socket.
     """
 
     is_carrier: NDArray[np.bool_]
@@ -321,6 +335,7 @@ class _Carriers:
     early: NDArray[np.bool_]
     waiting: NDArray[np.bool_]
     asked: NDArray[np.bool_]
+    cut: NDArray[np.bool_]
 
 
 def _carriers(
@@ -340,6 +355,10 @@ def _carriers(
             followed = np.sort(caller_keys(rows[upstream], "src", side.to_engine[upstream]))
             direct[direct] = locate(followed, caller_keys(rows[direct], "dst", side.engine_side[direct])) < 0
 
+    cut = direct & now.ended & ~now.known & np.isin(side.engine_side, fronted) & on_this_host(rows, "dst")
+    if cut.any():
+        cut[cut] = locate(np.sort(connection_keys(rows, reverse=True)), connection_keys(rows[cut])) < 0
+
     d_question = np.where(direct, now.d_received, now.d_sent)
     d_answer = np.where(direct, now.d_written, now.d_received)
     answer = np.where(direct, now.track["written"], now.track["received"])
@@ -351,7 +370,7 @@ def _carriers(
     small = np.where(now.known, d_answer, answer) <= HEADER_MOST
     waiting = (question_age < answer_age) | (recent & early & small) | (question_age < 0)
     asked = np.where(direct, rows["bytes_received"], rows["bytes_sent"]) != 0
-    return _Carriers(upstream | direct, direct, d_question, d_answer, answer, early, waiting & asked, asked)
+    return _Carriers(upstream | direct, direct, d_question, d_answer, answer, early, waiting & asked, asked, cut)
 
 
 def _grow(
@@ -474,11 +493,11 @@ def _born(
     born["carrier"] = rows["cookie"][at_rows]
     born["netns"] = rows["netns"][at_rows]
     born["far_end"] = connection_keys(rows[at_rows], reverse=True)
-    direct = carriers.direct[at_rows]
+    direct = (carriers.direct & ~carriers.cut)[at_rows]
     born["down"] = np.where(direct, born["carrier"], 0)
     born["hop"] = np.where(direct, len(state.topology.hops), -1)
     born["to_hop"] = np.where(direct, -1, side.to_hop[at_rows])
-    born["engine"] = np.where(direct, side.engine_side[at_rows], side.to_engine[at_rows])
+    born["engine"] = np.where(carriers.direct[at_rows], side.engine_side[at_rows], side.to_engine[at_rows])
     at_home = locate(state.homes["cookie"], born["carrier"])
     born["owner_told"] = at_home >= 0
     if len(state.homes):  # nothing can be taken from an empty table
@@ -594,9 +613,12 @@ def _chain(seg: Segments, parent: NDArray[np.intp], inner: NDArray[np.intp]) -> 
 
 
 def _deliver(
-    seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64], at: float
+    seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64], at: float, *, events: bool
 ) -> tuple[Segments, NDArray[Any]]:
-    """Measure how far each client is behind: what arrived for it and is not acknowledged, in upstream bytes."""
+    """Measure how far each client is behind: what arrived for it and is not acknowledged, in upstream bytes.
+
+    ``events``: the ends of sockets are told.
+    """
     top = seg[path.first]
     hop = np.where(top["hop"] >= 0, top["hop"], len(ratio) - 1)
     direct = seg["carrier"] == seg["down"]
@@ -611,7 +633,7 @@ def _deliver(
     went = d_acked * ratio[hop, 1] / ratio[hop, 0]
     # At first that is what its socket holds. One found late starts with what it lacks, where that is more than a proxy
     # holds back from everybody.
-    holds = np.where(now.ended[down], 0, np.maximum(now.rows["wqueue"][down], 0)) * ratio[hop, 1] / ratio[hop, 0]
+    holds = np.maximum(now.rows["wqueue"][down], 0) * ratio[hop, 1] / ratio[hop, 0]
     lacks = seg["supply"] - top["acked"] * ratio[hop, 1] / ratio[hop, 0]
     late = (lacks > HELD_BACK) & ~direct & ~top["shared"]
     seg["lag"] = np.where(first & seen, np.where(late, lacks, holds), seg["lag"] + arrived - went)
@@ -620,6 +642,10 @@ def _deliver(
     seg["level"] = np.where(first, 0.0, level)
     everything = body(seg)
     seg["behind"] = np.where(seen, np.clip(seg["lag"] - seg["level"], 0, everything), everything)
+    # A connection that was reset is in no table, and its end is told when the proxy closes it (nginx that ignores who
+    # leaves: with the answer's end). Only then is it known what was acknowledged before.
+    lost_sight = seen & (down < 0) & (top["gone"] == at) & events
+    seg["untold"] = np.where(lost_sight, seg["behind"], np.where(down < 0, seg["untold"], 0.0))
 
     # What has ended is settled when all was acknowledged, or its client is gone; until then the kernel still delivers.
     undelivered = ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)
