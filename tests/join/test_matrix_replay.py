@@ -79,8 +79,6 @@ MISSING = {
         "queued whole",
     ),
     "direct-kept-connections": ("none streamed",),
-    "haproxy-maxconn-half-closed": ("fin streamed",),
-    "haproxy-maxconn-streamed": ("fin streamed",),
     "haproxy": (
         "half-close whole",
         "vanish whole",

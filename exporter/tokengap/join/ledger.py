@@ -155,6 +155,7 @@ def credit(
     lag = lag if goes_on else 0.0  # when nothing comes any more, nothing is outstanding
     even = abs(lag - ledger.lag) <= EVEN_SHARE * beat
     stranger_free = alone and silent.leaked + silent.unseen == 0 and not ledger.mostly_at_once
+    of_this_beat = not (earning > seg["arrived"]).any()  # else what was on trial before is among them
 
     ahead = 0.0
     if bytes_ <= 0:
@@ -195,7 +196,7 @@ def credit(
             rest, waited = 0.0, 0
 
     learned = ledger.learned
-    if bytes_ > 0 and pool > 0 and stranger_free and seen == pool:
+    if bytes_ > 0 and pool > 0 and stranger_free and of_this_beat and seen + ahead == pool:
         tokens = pool - ledger.ahead
         if even:
             learned = (FADE * learned[0] + bytes_, FADE * learned[1] + tokens)

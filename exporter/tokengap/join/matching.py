@@ -97,8 +97,11 @@ def _claim_closed(
         up = Amounts(burst.came_up[asking], burst.came_lately[asking], anytime[: len(asking)])
         down = Amounts(got[clients], now.d_written[clients] * per_byte, anytime[: len(clients)])
         ends = now.track["asked"][clients] + now.rows["last_data_recv"][clients] / 1e3
+        carriers = now.find(seg["carrier"][burst.rows[asking]])
+        brief = (carriers >= 0) & now.ended[carriers] & ~now.known[carriers]
+        earliest = np.where(brief, -np.inf, burst.asked_up[asking])
         for i, j in by_volume(up, down, tolerance=0.0):
-            if not now.known[clients[j]] or ends[j] >= burst.asked_up[asking[i]]:  # else it had left by then
+            if not now.known[clients[j]] or ends[j] >= earliest[i]:  # else it had left by then
                 _join(seg, burst.rows[asking[i]], now, clients[j], hop)
 
 

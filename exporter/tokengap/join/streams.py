@@ -521,7 +521,7 @@ def _born(
     born["lag"] = np.nan
     born["client"] = UNSEEN
     header_like = (born["supply"] == 0) | (born["supply"] == known_header)
-    born["trial"] = ~(waiting & header_like) | (replaced & carriers.early)[at_rows]
+    born["trial"] = ~(waiting & header_like) | (replaced & carriers.early | carriers.cut)[at_rows]
     return np.concatenate([seg, born]), state.next_id + len(at_rows)
 
 
