@@ -58,6 +58,31 @@ def test_tokens_are_split_as_they_were_delivered(slots, chain, leaks):
     assert endings(view) == expected
 
 
+@pytest.mark.parametrize("slots", [4, 20])
+@pytest.mark.parametrize("leaks", [None, "edge"])
+def test_what_waits_in_the_socket_of_one_who_leaves_was_for_nobody(slots, leaks):
+    """HAProxy corks: twenty tokens are always on their way to each user, also when it is first seen. They are no
+    measure of what is delivered, so that who leaves lacks them and who stays lacks none."""
+    world = World(crowd(), slots=slots, leaks=leaks, corks=20)
+    tokens, truth = play(world)[-1].engines[0].tokens, world.truth
+    assert tokens.useful == pytest.approx(truth["useful"], abs=0.01 * truth["out"])
+    assert truth["gap"] > 0
+    assert tokens.orphaned["edge"] == pytest.approx(truth["gap"], abs=0.01 * truth["out"])
+
+
+@pytest.mark.parametrize("slots", [4, 20])
+def test_a_reset_that_is_told_at_the_end_of_the_answer(slots):
+    """The proxy goes on for a client whose socket is in no table any more. What it had got since it was seen last is
+    pending until its end is told with the final counters, and then useful."""
+    world = World(crowd(leave_at=1.85), slots=slots, leaks="reset")
+    views = play(world)
+    tokens, truth = views[-1].engines[0].tokens, world.truth
+    assert tokens.useful == pytest.approx(truth["useful"], abs=0.01 * truth["out"])
+    assert tokens.orphaned["edge"] == pytest.approx(truth["gap"], abs=0.01 * truth["out"])
+    assert tokens.pending == pytest.approx(0, abs=0.5)
+    assert max(sum(view.engines[0].tokens.orphaned.values()) for view in views) <= truth["gap"] + 1
+
+
 @pytest.mark.parametrize(("slots", "bar"), [(1, 0.01), (4, 0.03), (20, 0.03)])
 def test_an_engine_that_runs_on_is_named(slots, bar):
     """Tokens of requests whose socket is gone are orphaned at hop "engine", never at the edge (bar of the design: 3 %

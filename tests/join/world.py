@@ -104,6 +104,7 @@ class Person:
     done: bool = False
     running_since: float | None = None
     dropped: bool = False
+    corked: list[tuple[int, int]] = field(default_factory=list)  # bytes and tokens in the socket towards the user
 
     @property
     def active(self) -> bool:
@@ -115,7 +116,9 @@ class World:
     """Users, a proxy (or with ``chain`` two in a row) and an engine with ``slots``.
 
     ``leaks``: "edge" or "admit" (that hop reads on), "held" (the edge reads on and keeps the dead client's socket in
-    CLOSE-WAIT), "engine" (generates on for closed connections), or None. ``pool``: upstream connections are kept and
+    CLOSE-WAIT), "reset" (the same, and the client resets: its socket is in no table, and its end is told when the edge
+    closes it), "engine" (generates on for closed connections), or None. ``corks``: so many tokens wait in the socket
+    towards each user until more come, as with HAProxy. ``pool``: upstream connections are kept and
     used again. ``header_first``: the answer's header comes with the acceptance, not with the first token, as from vLLM.
     ``local``: the engine is on this host, so its accepted sockets are seen too. ``polls``: bytes of a page
     that something on this host fetches from the engine twice a second over one connection. ``shuffle``: a seed; the
@@ -128,6 +131,7 @@ class World:
     rate: float = 50.0
     prefill: float = 0.1
     leaks: str | None = None
+    corks: int = 0
     chain: bool = False
     pool: bool = False
     local: bool = False
@@ -236,6 +240,9 @@ class World:
             person.down.state, person.down.received = CLOSE_WAIT, person.down.received + 1
             person.down.ack_at = self.now
             return
+        if self.leaks == "reset":
+            person.down.closed = True
+            return
         self._close(person.down)
         if self.leaks == "edge":
             return
@@ -292,24 +299,35 @@ class World:
         held = down.state == CLOSE_WAIT and person.gone
         if not down.closed and not held:
             down.sent, down.sent_at = down.sent + size, self.now
-            if person.gone:  # vanished: written, never acknowledged
-                down.wqueue += size
-            else:
-                down.acked, down.ack_at = down.acked + size, self.now
-                person.got += tokens
+            down.wqueue += size
+            if not person.gone:  # else it vanished: written, never acknowledged
+                person.corked.append((size, tokens))
+                self._pull(person, self.corks)
+
+    def _pull(self, person: Person, corks: int) -> None:
+        """Let a user take what its socket has, but for so many tokens."""
+        down = person.down
+        while down is not None and not down.closed and len(person.corked) > corks:
+            size, tokens = person.corked.pop(0)
+            down.wqueue, down.acked, down.ack_at = down.wqueue - size, down.acked + size, self.now
+            person.got += tokens
 
     def _finish(self, person: Person) -> None:
         person.done = True
         self.finished += 1
         self.finished_tokens += person.generated
         assert person.up is not None
+        if not person.gone:
+            self._pull(person, 0)
         if self.pool and not person.up.closed:
             self.idle.append(person.up)
         else:
             self._close(person.up)
         for sock in person.middle or ():
             self._close(sock)
-        if not (person.gone and person.how == "vanish"):
+        if self.leaks == "reset" and person.gone and person.down is not None:
+            self.closed.append(person.down)
+        elif not (person.gone and person.how == "vanish"):
             self._close(person.down)
 
     def beats(self, seconds: float, *, interval: float = 1.0, events: bool = True) -> Iterator[Readings]:
