@@ -74,13 +74,27 @@ def test_what_waits_in_the_socket_of_one_who_leaves_was_for_nobody(slots, leaks)
 def test_a_reset_that_is_told_at_the_end_of_the_answer(slots):
     """The proxy goes on for a client whose socket is in no table any more. What it had got since it was seen last is
     pending until its end is told with the final counters, and then useful."""
-    world = World(crowd(leave_at=1.85), slots=slots, leaks="reset")
+    world = World(crowd(tokens=300, leave_at=1.85), slots=slots, leaks="reset")
     views = play(world)
     tokens, truth = views[-1].engines[0].tokens, world.truth
     assert tokens.useful == pytest.approx(truth["useful"], abs=0.01 * truth["out"])
     assert tokens.orphaned["edge"] == pytest.approx(truth["gap"], abs=0.01 * truth["out"])
     assert tokens.pending == pytest.approx(0, abs=0.5)
     assert max(sum(view.engines[0].tokens.orphaned.values()) for view in views) <= truth["gap"] + 1
+
+
+@pytest.mark.parametrize("first", [100.0, 220.0, 400.0])
+def test_what_a_token_weighs_is_learned_from_every_even_beat(first):
+    """The first estimate, of few tokens, may be far off. It does not stay so, and nothing waits for ever for bytes that
+    it expects in vain."""
+    world = World(crowd(count=4, leavers=0, tokens=600), slots=4)
+    state = start(world.topology)
+    worker = state.engines["worker"]
+    state = replace(state, engines={"worker": replace(worker, ledger=Ledger(learned=(8 * first, 8.0)))})
+    for readings in world.beats(11):
+        state, view = step(state, readings)
+    assert state.engines["worker"].ledger.bytes_per_token == pytest.approx(world.chunk, rel=0.03)
+    assert view.engines[0].tokens.useful == pytest.approx(world.truth["useful"], abs=0.01 * world.truth["out"])
 
 
 @pytest.mark.parametrize(("slots", "bar"), [(1, 0.01), (4, 0.03), (20, 0.03)])

@@ -162,7 +162,11 @@ def credit(
         seen = 0.0
     elif silent.count == 0 or (worth is None and stranger_free and bytes_ >= STREAMED_BYTES * pool):
         if worth is not None and stranger_free and goes_on and (not even or pool - worth > NOISE_SHARE * pool):
-            ahead = min(max(pool - worth, 0.0), AHEAD_SHARE * pool)
+            grown = pool - ledger.ahead
+            agrees = even and grown - worth <= NOISE_SHARE * grown  # then no more is ahead than the page's lag explains
+            ahead = min(
+                max(pool - worth, 0.0), pool * (min(max(lag, 0.0) / beat, AHEAD_SHARE) if agrees else AHEAD_SHARE)
+            )
         seen = pool - ahead
     elif worth is None:
         seen = pool * flowing / (flowing + silent.count)
