@@ -7,6 +7,7 @@ and needs one only where its commands are for an engine that is not merely busy.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import signal
@@ -154,6 +155,24 @@ async def lab(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> A
         await asyncio.gather(*visits, return_exceptions=True)
 
 
+async def run(command: str, within: float = 60.0) -> tuple[int | None, str]:
+    """Return the exit code and the output of a command. One of ours that does not end in time tells where it hangs."""
+    process = await asyncio.create_subprocess_shell(
+        command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+        start_new_session=True,
+    )
+    printed = asyncio.ensure_future(process.communicate())
+    done, _ = await asyncio.wait([printed], timeout=within)
+    if not done:
+        os.killpg(process.pid, signal.SIGABRT)
+        said = (await printed)[0].decode()
+        pytest.fail(f"$ {command}\n{said}\nthis did not end within {within:g} s")
+    return process.returncode, printed.result()[0].decode()
+
+
 def form(line: str) -> re.Pattern[str]:
     """Return what a printed line has to look like: the example, with any number for its numbers and anything for
     three dots."""
@@ -168,10 +187,9 @@ async def test_a_command_of_a_runbook(lab: Lab, alert: str, number: int):
 
     async def as_said() -> bool:
         nonlocal said
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_shell(command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
-        said = f"{(await process.communicate())[0].decode()}\nexit {process.returncode}"
-        return process.returncode == step.code and all(form(line).search(said) for line in step.prints.splitlines())
+        code, printed = await run(command)
+        said = f"{printed}\nexit {code}"
+        return code == step.code and all(form(line).search(said) for line in step.prints.splitlines())
 
     async with STATES.get(alert, busy)(lab) as here:
         step = here.step(alert, number)

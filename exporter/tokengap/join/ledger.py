@@ -161,12 +161,8 @@ def credit(
     if bytes_ <= 0:
         seen = 0.0
     elif silent.count == 0 or (worth is None and stranger_free and bytes_ >= STREAMED_BYTES * pool):
-        if worth is not None and stranger_free and goes_on and (not even or pool - worth > NOISE_SHARE * pool):
-            grown = pool - ledger.ahead
-            agrees = even and grown - worth <= NOISE_SHARE * grown  # then no more is ahead than the page's lag explains
-            ahead = min(
-                max(pool - worth, 0.0), pool * (min(max(lag, 0.0) / beat, AHEAD_SHARE) if agrees else AHEAD_SHARE)
-            )
+        if worth is not None and stranger_free and goes_on:
+            ahead = _ahead(pool, worth, pool - ledger.ahead, even=even, lag_share=max(lag, 0.0) / beat)
         seen = pool - ahead
     elif worth is None:
         seen = pool * flowing / (flowing + silent.count)
@@ -213,6 +209,18 @@ def credit(
         ledger, tokens=split, pool=rest, waited=waited, ahead=ahead, lag=lag, learned=learned, doubts=doubts
     )
     return ledger, replace(streams, segments=seg)
+
+
+def _ahead(pool: float, worth: float, grown: float, *, even: bool, lag_share: float) -> float:
+    """Return how many tokens of the ``pool`` were counted before their bytes came, of which ``worth`` did.
+
+    ``grown``: those of this beat. ``even``: the page came as late as in the beat before, ``lag_share`` of a beat. Then
+    the pool fits the bytes but for noise; and where those of this beat do, no more is ahead than that lag explains.
+    """
+    if even and pool - worth <= NOISE_SHARE * pool:
+        return 0.0
+    agrees = even and grown - worth <= NOISE_SHARE * grown
+    return min(max(pool - worth, 0.0), (min(lag_share, AHEAD_SHARE) if agrees else AHEAD_SHARE) * pool)
 
 
 def _ran_on(doubts: tuple[Doubt, ...], silent: Silent, each: float) -> tuple[Doubt, ...]:
