@@ -20,7 +20,7 @@ import pytest
 from tokengap.gpu_readings import GpuSnapshot
 from tokengap.lab.nvml.fake import FakeNvml
 from tokengap.lab.nvml.profiles import P100, VERSION_MISMATCH, many
-from tokengap.sources.gpu import NvmlReader, Patience
+from tokengap.sources.gpu import NvmlReader, Patience, _line
 
 pytestmark = pytest.mark.e2e
 
@@ -85,6 +85,18 @@ async def test_closing_leaves_nothing(nvml: FakeNvml):
     assert children() == []
     await asyncio.sleep(0)  # the loop closes pipes one turn later
     assert open_files() == before
+
+
+async def test_who_stops_reading_as_a_line_comes_has_stopped():
+    """A cancellation in the moment of a line is one: `close` waited for ever for a keeper that had missed it."""
+    stream = asyncio.StreamReader()
+    taking = asyncio.create_task(_line(stream, 5.0))
+    for _ in range(5):
+        await asyncio.sleep(0)  # it waits for a line by then
+    stream.feed_data(b"{}\n")
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
 
 
 async def test_the_reader_has_a_process_group_of_its_own(nvml: FakeNvml):

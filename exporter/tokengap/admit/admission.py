@@ -109,7 +109,8 @@ class Admission:
                 continue
             self._soon.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._soon.wait(), READ_EVERY)
+                async with asyncio.timeout(READ_EVERY):
+                    await self._soon.wait()
 
     async def _read(self, name: str) -> None:
         asked_at = time.monotonic()

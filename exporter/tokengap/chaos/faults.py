@@ -381,7 +381,8 @@ class Storm(Fault):
             while not self.over.is_set():
                 rounds.create_task(bench.crowd.visit(self.count, "rst", self.after, self.leavers, self.tokens))
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.over.wait(), self.every)
+                    async with asyncio.timeout(self.every):
+                        await self.over.wait()
 
     async def applied(self, bench: Bench) -> str:
         """Count who left."""

@@ -48,7 +48,8 @@ async def _live(server: EngineServer, core: asyncio.subprocess.Process) -> None:
 async def _beats(server: EngineServer, pipe: asyncio.StreamReader) -> bool:
     """Wait for the next beats; stand still while there are none. False: there will be none."""
     try:
-        return bool(await asyncio.wait_for(pipe.read(4096), SILENCE))
+        async with asyncio.timeout(SILENCE):
+            return bool(await pipe.read(4096))
     except TimeoutError:
         server.freeze()
     if not await pipe.read(4096):

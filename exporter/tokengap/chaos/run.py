@@ -156,7 +156,8 @@ class Run:
         """Wait until nobody is here, and return what the replicas hold then, if possible nothing."""
         deadline = time.monotonic() + REST_WITHIN
         try:
-            await asyncio.wait_for(coming, REST_WITHIN)
+            async with asyncio.timeout(REST_WITHIN):
+                await coming
         except TimeoutError:
             raise SetupError(f"clients are not done {REST_WITHIN:g} s after the last question: {self.line()}") from None
         while any((held := await self._held()).values()):

@@ -94,7 +94,8 @@ class RunningPart:
         self.signal(signal.SIGTERM)
         self.signal(signal.SIGCONT)  # a stopped process would keep its SIGTERM pending
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), within)
+            async with asyncio.timeout(within):
+                await self.process.wait()
         self.signal(signal.SIGKILL)
         await self.process.wait()
 
@@ -154,7 +155,8 @@ async def _nothing_listens(part: Part, within: float = 2.0) -> None:
 async def listens(port: int) -> bool:
     """Tell whether a connection to this port on loopback is accepted."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(LOOPBACK, port), 2.0)
+        async with asyncio.timeout(2.0):
+            _, writer = await asyncio.open_connection(LOOPBACK, port)
     except (OSError, TimeoutError):
         return False
     writer.close()

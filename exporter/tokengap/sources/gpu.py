@@ -349,10 +349,12 @@ async def _line(stream: asyncio.StreamReader, within: float | None = None) -> by
     """Return the next line, empty at the end. Raises TimeoutError."""
     try:
         try:
-            return await asyncio.wait_for(stream.readline(), within)
+            async with asyncio.timeout(within):
+                return await stream.readline()
         except TimeoutError:
             # Where we ourselves were late, a line may lie there all the while.
-            return await asyncio.wait_for(stream.readline(), LATE)
+            async with asyncio.timeout(LATE):
+                return await stream.readline()
     except ValueError:  # longer than a line may be; the stream has dropped it
         return b"too long\n"
 
