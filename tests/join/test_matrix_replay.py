@@ -73,10 +73,8 @@ def last_with(views: list[View], out: float) -> Tokens:
 #: it is to be taken out.
 MISSING = {
     "direct-engine-leaks": (
-        "half-close whole",
         "fin whole",
         "rst whole",
-        "queued whole",
     ),
     "direct-kept-connections": ("none streamed",),
     "haproxy": (

@@ -451,6 +451,7 @@ def _account(
             share=book.unstreamed,
             mostly_at_once=book.mostly_at_once,
             unseen=unseen,
+            beat=beat,
         )
         book = replace(book, owed=None, unseen=gap.unseen)
         book, everyone = ledger.credit(book, everyone, quiet, hop_names, alone=gap.now == 0, lag=lag, beat=beat)

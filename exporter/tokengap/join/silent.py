@@ -92,7 +92,8 @@ class Told:
 class Silent:
     """Sequences at work without bytes, each with the probability that it runs.
 
-    ``rows`` are streams (rows of the engine's segments), ``share`` the probability of one to be an answer that is not
+    ``rows`` are streams (rows of the engine's segments), ``parts`` for which part of the beat each was there, as far as
+    that is known, ``share`` the probability of one to be an answer that is not
     streamed, and not a prefill. ``limbo`` are requests that we saw lose their socket before their answer began.
     ``streaming`` counts those whose answer had begun, which run for certain, and ``unseen`` those that never had a
     socket here.
@@ -100,6 +101,7 @@ class Silent:
 
     rows: NDArray[np.intp]
     weights: NDArray[np.float64]
+    parts: NDArray[np.float64]
     share: float
     limbo: tuple[Left, ...]
     limbo_weights: NDArray[np.float64]
@@ -114,7 +116,7 @@ class Silent:
     @property
     def count(self) -> float:
         """How many of all are expected to make tokens."""
-        return float(self.weights.sum()) * self.share + self.leaked + self.unseen
+        return float((self.weights * self.parts).sum()) * self.share + self.leaked + self.unseen
 
 
 def sequences(
@@ -126,11 +128,12 @@ def sequences(
     share: float,
     mostly_at_once: bool,
     unseen: float,
+    beat: float,
 ) -> Silent:
     """Find the sequences that run without bytes: of those that wait for a first byte all but the ``waiting`` youngest.
 
     ``before`` and ``now``: the requests in limbo a beat ago and still. What ended in between has run for a part of this
-    beat.
+    beat, of ``beat`` seconds.
     """
     seg = streams.segments
     flying = in_flight(seg)
@@ -148,12 +151,19 @@ def sequences(
     if share < FEW_UNSTREAMED:  # then a stream that runs shows it, and the tokens are those of the others
         mute = mute[flying[mute]]
         runs = max(min(len(mute) - int(page.waiting or 0), room), 0)
-        return Silent(
-            mute, _probabilities(seg["asked"][mute], runs), share, quiet, np.ones(len(quiet)), streaming, unseen
-        )
+        weights = _probabilities(seg["asked"][mute], runs)
+        return Silent(mute, weights, np.ones(len(mute)), share, quiet, np.ones(len(quiet)), streaming, unseen)
     asked = np.concatenate([seg["asked"][mute], [left.asked for left in quiet]])
     weights = _probabilities(asked, max(min(len(asked) - int(page.waiting or 0), room), 0))
-    return Silent(mute, weights[: len(mute)], share, quiet, weights[len(mute) :], streaming, unseen)
+    n = len(mute)
+    return Silent(mute, weights[:n], _parts(seg[mute], beat), share, quiet, weights[n:], streaming, unseen)
+
+
+def _parts(seg: Segments, beat: float) -> NDArray[np.float64]:
+    """Return for which part of the beat each request was there: one whose client left it, and the engine let go of, for
+    the time until then, where that was in this beat."""
+    missed = seg["ended"] - seg["left"]  # NaN where one of them is not known, or is not
+    return np.where((missed >= 0) & (missed <= beat), 1 - missed / beat, 1.0)
 
 
 def _probabilities(asked: NDArray[np.float64], runs: int) -> NDArray[np.float64]:

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.readings import SOCKET, UNKNOWN, V4_MAPPED, Namespace, SocketTable, as_ipv6
+from tokengap.readings import (
+    CLOSE_WAIT,
+    ESTABLISHED,
+    SOCKET,
+    UNKNOWN,
+    V4_MAPPED,
+    Namespace,
+    SocketTable,
+    as_ipv6,
+)
 from tokengap.topology import Endpoint, Topology
 
 _LOOPBACK_V4 = np.uint64(V4_MAPPED | 0x7F000000)
@@ -103,7 +112,9 @@ def follow(
     track["sent"] = rows["bytes_sent"]
     track["acked"] = rows["bytes_acked"]
     told = rows["bytes_acked"] != UNKNOWN
-    track["written"] = np.where(told, rows["bytes_acked"] + rows["wqueue"], UNKNOWN)
+    written = rows["bytes_acked"] + rows["wqueue"]
+    fin = (rows["state"] != ESTABLISHED) & (rows["state"] != CLOSE_WAIT) & (written == rows["bytes_sent"] + 1)
+    track["written"] = np.where(told, written - fin, UNKNOWN)  # our FIN takes a place among the bytes, and is none
     track["received"] = np.where(rows["bytes_received"] != UNKNOWN, rows["bytes_received"] - rows["rqueue"], UNKNOWN)
 
     old = np.full(len(rows), -1, dtype=np.intp) if before is None else locate(before["cookie"], rows["cookie"])
