@@ -27,7 +27,19 @@ import numpy as np
 
 from tokengap.join.client import VANISHED
 from tokengap.join.segments import Owned, Segments, body, in_flight, seems_over
-from tokengap.join.silent import STREAMED_BYTES, Doubt, Left, Silent, Told, at_once, in_doubt, listen, release, resolve
+from tokengap.join.silent import (
+    STREAMED_BYTES,
+    Doubt,
+    Left,
+    Silent,
+    Told,
+    at_once,
+    in_doubt,
+    listen,
+    mean_tokens,
+    release,
+    resolve,
+)
 from tokengap.readings import EnginePage
 from tokengap.view import Tokens
 
@@ -301,7 +313,7 @@ def learn_answers(ledger: Ledger, streams: Owned, page: EnginePage | None, at: f
     """Note how the answers that ended in this beat had come: streamed, or at once."""
     seg = streams.segments
     over = (seg["ended"] == at) & ~seg["trial"] & ~np.isnan(seg["answered"])
-    whole = over & at_once(seg, page, beat)
+    whole = over & at_once(seg, mean_tokens(page), beat)
     fade = FADE if over.any() else 1.0
     before, all_before = ledger.answers
     return replace(ledger, answers=(fade * before + int(whole.sum()), fade * all_before + int(over.sum())))

@@ -178,18 +178,24 @@ def _probabilities(asked: NDArray[np.float64], runs: int) -> NDArray[np.float64]
     return np.where(certain, 1.0, np.where(maybe, (runs - certain.sum()) / maybe.sum(), 0.0))
 
 
-def at_once(seg: Segments, page: EnginePage | None, beat: float) -> NDArray[np.bool_]:
+def at_once(seg: Segments, tokens: float | None, beat: float) -> NDArray[np.bool_]:
     """Mark the answers that came at once, and not as a stream.
 
-    A streamed one that fits into a beat has the bytes of one: compared with the mean length of the engine's answers,
-    and closely where its client left, for then it may be the beginning of one.
+    A streamed one that fits into a beat has the bytes of one: compared with the mean length of answers, ``tokens``
+    where it is known, and closely where its client left, for then it may be the beginning of one.
     """
     came = ~np.isnan(seg["answered"]) & (seg["grew"] - seg["answered"] < 0.5 * beat)
-    if page is not None and page.finished and page.finished_tokens:
-        tokens = page.finished_tokens / page.finished
+    if tokens:
         left = WHOLE_BYTES * tokens + HEADER_MOST
         came &= body(seg) < np.where(seg["client"] >= VANISHED, left, STREAMED_BYTES * tokens)
     return np.asarray(came, dtype=np.bool_)
+
+
+def mean_tokens(page: EnginePage | None) -> float | None:
+    """Return the mean length of all answers that the engine finished, None where its page does not tell."""
+    if page is None or not page.finished or not page.finished_tokens:
+        return None
+    return page.finished_tokens / page.finished
 
 
 def listen(told: Told | None, page: EnginePage) -> Told | None:
@@ -228,7 +234,7 @@ def resolve(
     """
     seg = streams.segments.copy()
     over = ~np.isnan(seg["ended"]) & ~seg["trial"] & ~np.isnan(seg["answered"]) & ~seg["told"]
-    whole = over & at_once(seg, page, beat)
+    whole = over & at_once(seg, told.tokens / told.requests if told.requests else mean_tokens(page), beat)
     streamed = over & ~whole
     seg["told"] |= over
     requests = told.requests - float(streamed.sum())
