@@ -77,10 +77,7 @@ MISSING = {
         "rst whole",
     ),
     "direct-kept-connections": ("none streamed",),
-    "haproxy": (
-        "half-close whole",
-        "vanish whole",
-    ),
+    "haproxy": ("vanish whole",),
     "litellm-leaking-fin": ("fin streamed",),
     "litellm-nobody-leaves": ("none streamed",),
     "nginx-pooled-short-answers": ("none streamed",),

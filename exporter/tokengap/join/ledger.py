@@ -275,7 +275,7 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
     delivered = np.where(streams.client >= 0, delivered, 0.0)
     useful = np.maximum(seg["useful"], np.minimum(delivered, seg["tokens"] - seg["orphaned"]))
     doubtful = in_doubt(streams, ledger.unstreamed)
-    open_ = in_flight(seg) & seems_over(seg)  # if more comes, or it ends, it will show
+    open_ = in_flight(seg) & (seems_over(seg) | seg["may_read"])  # if more comes, or it ends, it will show
     hopeless = seg["tokens"] * np.where(ended, 1.0, 1 - untold) - useful
     orphaned = np.maximum(seg["orphaned"], np.where(left & ~doubtful & ~open_, hopeless, 0.0))
     lost = np.where(ended & (streams.client < 0), seg["tokens"] - useful - orphaned, 0.0)

@@ -59,6 +59,7 @@ SEGMENT = np.dtype(
         ("draining", "?"),  # ended, but its client has not acknowledged all yet and is still there
         ("reused", "?"),  # it ended, for its carrier brought another request: its answer was whole
         ("told", "?"),  # the engine's own count of its tokens has been taken in
+        ("may_read", "?"),  # its client sent a FIN, and nothing came since that it would have acknowledged or refused
         ("shared", "?"),  # its client multiplexes several requests on one socket (HTTP/2)
         ("maybe_left", "?"),  # its client may have come and left before we looked
         ("base_up", "i8"),  # bytes on the carrier before this request

@@ -642,6 +642,8 @@ def _deliver(
     seg["level"] = np.where(first, 0.0, level)
     everything = body(seg)
     seg["behind"] = np.where(seen, np.clip(seg["lag"] - seg["level"], 0, everything), everything)
+    fin = (down >= 0) & ~now.ended[down] & (path.client == GONE)
+    seg["may_read"] = fin & (np.isnan(seg["answered"]) | (seg["answered"] == at)) & ~direct
     # A connection that was reset is in no table, and its end is told when the proxy closes it (nginx that ignores who
     # leaves: with the answer's end). Only then is it known what was acknowledged before.
     lost_sight = seen & (down < 0) & (top["gone"] == at) & events
