@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE
 from tokengap.join.pairing import Amounts, Requests, by_volume, in_order, pair
-from tokengap.join.segments import HEADER_MOST, HEADER_SECONDS, HELD_BACK, OWNED, SAME_INSTANT, UNSEEN, Segments
+from tokengap.join.segments import (
+    HEADER_MOST,
+    HEADER_SECONDS,
+    HEADER_USUAL,
+    HELD_BACK,
+    OWNED,
+    SAME_INSTANT,
+    UNSEEN,
+    Segments,
+)
 from tokengap.join.sockets import Sides, Tracked
 from tokengap.readings import CLOSE_WAIT, ESTABLISHED
 
@@ -86,11 +95,16 @@ def _claim_closed(
     seg: Segments, now: Tracked, side: Sides, burst: _Burst, hop: int, ratio: NDArray[np.float64]
 ) -> None:
     """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
-    they got. Their instants are not known, but the amount of a whole answer is."""
-    loose = (side.down == hop) & now.ended & ~now.among(seg["down"])
+    they got. Their instants are not known, but the amount of a whole answer is; a small one, that may be a poll's, has
+    to agree to the byte."""
+    loose = np.flatnonzero((side.down == hop) & now.ended & ~now.among(seg["down"]))
+    if not len(loose):
+        return
     per_byte = ratio[hop, 1] / ratio[hop, 0]
     got = (now.track["written"] - now.track["begun"]) * per_byte
-    clients = np.flatnonzero(loose & (got > HEADER_MOST))
+    at_once = burst.came_up[~burst.mute & (burst.came_lately == burst.came_up)]
+    to_the_byte = (np.abs(now.d_written[loose][:, None] - at_once[None, :]) <= 1).any(axis=1)
+    clients = loose[(got[loose] > HEADER_MOST) | ((got[loose] > HEADER_USUAL) & to_the_byte)]
     asking = np.flatnonzero(~burst.mute & (burst.hungry | (seg["down"][burst.rows] == 0)))
     if len(clients) and len(asking):
         anytime = np.zeros(max(len(asking), len(clients)))
