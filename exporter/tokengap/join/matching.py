@@ -79,6 +79,7 @@ def _find_clients(
         mine = here & ((seg["hop"] == hop) | (seg["hop"] == UNSEEN))
         targets = [(target, "to_hop" if is_hop else "engine") for h, target, is_hop in edges if h == hop]
         mine &= np.any([seg[column] == target for target, column in targets], axis=0) if targets else False
+        trial = seg["trial"].copy()
         # First with the clients of before, for those that have closed by now still tell whose they were.
         burst = _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         _claim_closed(seg, now, side, burst, int(hop), ratio)
@@ -87,6 +88,7 @@ def _find_clients(
         burst = _sort_out(seg, now, mine, int(hop), ratio, at, blur)
         left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody else, who had left if anybody had
         seg["down"][left] = 0
+        seg["trial"][left] |= trial[left]
         seg["client"][left] = np.where(seg["maybe_left"][left], np.int8(GONE), np.int8(UNSEEN))
         seg["gone"][left] = np.where(seg["maybe_left"][left], at, np.nan)
 
