@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED
-from tokengap.join.segments import HEADER_SECONDS, SAME_INSTANT, Segments
+from tokengap.join.segments import HEADER_SECONDS, SAME_INSTANT, Segments, in_flight
 from tokengap.join.sockets import Tracked, ages
 from tokengap.readings import ESTABLISHED
 
@@ -148,6 +148,8 @@ def believe_brief(
         if engine in engines:
             unexplained = int(engines[engine].finished) - int((over & mine & ~seg["trial"]).sum())
             unexplained -= engines[engine].lost
+            # It has finished those as well that it has no more, and whose end is yet to show.
+            unexplained -= max(int((in_flight(seg) & mine).sum()) - int(engines[engine].requests), 0)
             longest = np.flatnonzero(brief & mine)[np.argsort(-seg["supply"][brief & mine], kind="stable")]
             believed = longest[: max(unexplained, 0)]
             seg["trial"][believed] = False
