@@ -72,12 +72,7 @@ def last_with(views: list[View], out: float) -> Tokens:
 #: Cells that miss their bar, by recording; the page of the matrix says why. One that no longer misses it fails here:
 #: it is to be taken out.
 MISSING = {
-    "direct-engine-leaks": (
-        "fin whole",
-        "rst whole",
-    ),
     "direct-kept-connections": ("none streamed",),
-    "haproxy": ("vanish whole",),
     "litellm-leaking-fin": ("fin streamed",),
     "litellm-nobody-leaves": ("none streamed",),
     "nginx-pooled-short-answers": ("none streamed",),

@@ -174,6 +174,16 @@ def end(
     return fates, whole, ran_out
 
 
+def settled(fates: Fates, streams: Owned, at: float) -> Fates:
+    """Note with the requests that lost their socket in this beat what was settled of them."""
+    if not fates.limbo:
+        return fates
+    seg = streams.segments[streams.segments["ended"] == at]
+    tokens = dict(zip(seg["id"].tolist(), (seg["useful"] + seg["orphaned"]).tolist(), strict=True))
+    limbo = (replace(left, settled=tokens.get(left.id, 0.0)) if left.since == at else left for left in fates.limbo)
+    return replace(fates, limbo=tuple(limbo))
+
+
 def finished(fates: Fates, page: EnginePage | None) -> int:
     """Return how many requests the engine finished since its page was read last, 0 where that is not known."""
     if page is None or page.finished is None or fates.finished is None:

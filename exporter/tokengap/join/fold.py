@@ -320,6 +320,7 @@ def _engine(
         limbo = _Limbo(memory.fates.limbo, fates.limbo, ran_out)
         lag = reading.at - readings.sockets.at
         book, own = _account(book, own, page, gap, hop_names, limbo, lag, readings.topology.interval)
+        fates = endings.settled(fates, own, readings.sockets.at)
 
     waits = _waits(own, seen, index, readings, book.unstreamed)
     curve = memory.curve

@@ -45,13 +45,14 @@ MOST_DOUBTS = 20_000
 @dataclass(frozen=True, slots=True)
 class Left:
     """A request whose socket closed before its end: the hop it had entered at, when it was asked for and when left,
-    and whether its answer had begun."""
+    whether its answer had begun, and how many tokens were settled by then."""
 
     id: int
     hop: int
     asked: float
     since: float
     answered: bool
+    settled: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +156,11 @@ def sequences(
         return Silent(mute, weights, np.ones(len(mute)), share, quiet, np.ones(len(quiet)), streaming, unseen)
     asked = np.concatenate([seg["asked"][mute], [left.asked for left in quiet]])
     weights = _probabilities(asked, max(min(len(asked) - int(page.waiting or 0), room), 0))
+    parts = _parts(seg[mute], beat)
+    was_there = dict(zip(seg["id"][mute[~flying[mute]]].tolist(), parts[~flying[mute]].tolist(), strict=True))
+    since = np.array([1 - was_there.get(left.id, 0.0) for left in quiet])
     n = len(mute)
-    return Silent(mute, weights[:n], _parts(seg[mute], beat), share, quiet, weights[n:], streaming, unseen)
+    return Silent(mute, weights[:n], parts, share, quiet, weights[n:] * since, streaming, unseen)
 
 
 def _parts(seg: Segments, beat: float) -> NDArray[np.float64]:
@@ -258,7 +262,8 @@ def resolve(
     others = list(by_id.values())
     size = np.maximum(body(seg)[whole], 1)
     settled = np.concatenate([seg["useful"][whole] + seg["orphaned"][whole], np.zeros(len(known))])
-    right = np.concatenate([budget * len(size) / mine * size / max(size.sum(), 1), np.full(len(known), budget / mine)])
+    ran_on = [max(budget / mine - left.settled, 0.0) for left in quiet]
+    right = np.concatenate([budget * len(size) / mine * size / max(size.sum(), 1), ran_on])
     right = np.maximum(right, settled)
     had = float(seg["tokens"][whole].sum()) + sum(doubt.tokens for doubt in known)
     instants = np.concatenate([seg["asked"][whole], [doubt.asked for doubt in known]])
