@@ -74,7 +74,6 @@ def last_with(views: list[View], out: float) -> Tokens:
 MISSING = {
     "direct-kept-connections": ("none streamed",),
     "litellm-leaking-fin": ("fin streamed",),
-    "litellm-nobody-leaves": ("none streamed",),
     "nginx-pooled-short-answers": ("none streamed",),
     # Recorded when fewer owners were asked for: of two connections it is not told whose they are.
     "nginx-pooled-ten-tokens": ("none streamed",),

@@ -314,7 +314,8 @@ def _sort_out(
             # Measured anew: what came, less what this client had acknowledged, both as of the beat before.
             came = seg["supply"][both] - seg["arrived"][both]
             seg["lag"][both] = came - seg["acked"][both] * ratio[hop, 1] / ratio[hop, 0]
-            seg["level"][both] = 0.0
+            for column in ("level", "from_up", "from_down", "owed"):
+                seg[column][both] = 0
             seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
         if exchanged:
             burst = _burst(seg, now, mine, hop, ratio, at, blur)

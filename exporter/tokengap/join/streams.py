@@ -636,7 +636,12 @@ def _deliver(
     holds = np.maximum(now.rows["wqueue"][down], 0) * ratio[hop, 1] / ratio[hop, 0]
     lacks = seg["supply"] - top["acked"] * ratio[hop, 1] / ratio[hop, 0]
     late = (lacks > HELD_BACK) & ~direct & ~top["shared"]
-    seg["lag"] = np.where(first & seen, np.where(late, lacks, holds), seg["lag"] + arrived - went)
+    paired = first & seen
+    for column, value in (("from_up", seg["supply"]), ("from_down", top["acked"]), ("owed", holds)):
+        seg[column] = np.where(paired, np.where(late, 0, value), seg[column])
+    # From the totals, for what the client's bytes are worth is learned only as they flow.
+    given = (top["acked"] - seg["from_down"]) * ratio[hop, 1] / ratio[hop, 0]
+    seg["lag"] = np.where(first & ~seen, np.nan, seg["supply"] - seg["from_up"] - given + seg["owed"])
     drift = np.where(direct, 0.0, REFRAMING * went)
     level = np.where(listening, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
     seg["level"] = np.where(first, 0.0, level)
@@ -653,7 +658,7 @@ def _deliver(
     undelivered = ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)
     seg["draining"] = ~np.isnan(seg["ended"]) & listening & undelivered & (seg["engine"] >= 0)
     # The hops in between are done with it and close their sockets: from now on its client is who the outermost one has.
-    for column in ("down", "hop", "client"):
+    for column in ("down", "hop", "client", "acked"):
         seg[column] = np.where(seg["draining"], top[column], seg[column])
 
     # Pairs of one burst may still be confused: believe a pair that agrees with what is known, and all pairs of a hop
