@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE
-from tokengap.join.pairing import Amounts, Requests, by_volume, in_order, pair
+from tokengap.join.pairing import SLOW_REQUEST, Amounts, Requests, by_volume, in_order, pair
 from tokengap.join.segments import (
     HEADER_MOST,
     HEADER_SECONDS,
@@ -28,6 +28,10 @@ from tokengap.readings import CLOSE_WAIT, ESTABLISHED
 
 #: How many times as much as one request a client's socket has received that carried several, at least.
 SEVERAL = 1.5
+
+#: Bytes that a hop is taken to have passed on as they came before any were seen, and how many times as many tell what
+#: it makes of them.
+UNTOLD_BYTES, RATIO_TOLD = 65536.0, 5
 
 #: Bytes that the header of an answer has at least.
 HEADER_LEAST = 128
@@ -330,7 +334,8 @@ class _Burst:
     ``waits``: it got no more than a header. ``mute``: its stream brought no more. ``over``: its stream's carrier has
     closed. ``amiss``: amounts differ by more than framing and what is under way. ``hungry``: more came than any proxy
     holds back, or a whole answer at once, and it got nothing. ``unfed``: all bytes of its stream came at once, and it
-    got none. ``overfed``: it got more than its stream brought.
+    got none. ``overfed``: it got more than its stream brought. ``slow``: seconds for which requests may have been on
+    their way through the proxy and amounts yet tell whose they are, for what bytes are worth behind it is known.
     """
 
     rows: NDArray[np.intp]
@@ -350,6 +355,7 @@ class _Burst:
     hungry: NDArray[np.bool_]
     unfed: NDArray[np.bool_]
     overfed: NDArray[np.bool_]
+    slow: float
 
 
 def _burst(
@@ -391,6 +397,7 @@ def _burst(
         hungry=there & waits & (some["acked"] <= HEADER_MOST) & (much | (unfed & over[rows])),
         unfed=unfed,
         overfed=seen & (went_down / 2 > came_up + HEADER_LEAST),
+        slow=SLOW_REQUEST if ratio[hop, 1] >= RATIO_TOLD * UNTOLD_BYTES else 0.0,
     )
 
 
@@ -435,7 +442,7 @@ def _as_amounts_agree(
     fed, flowing = np.flatnonzero(clients), np.flatnonzero(streams)
     up = Amounts(burst.came_up[flowing], burst.came_lately[flowing], burst.asked_up[flowing])
     down = Amounts(burst.went_down[fed], burst.went_lately[fed], burst.asked_down[fed])
-    pairs = by_volume(up, down, tolerance=tolerance, partly=partly)
+    pairs = by_volume(up, down, tolerance=tolerance, slow=burst.slow, partly=partly)
     holder = {int(row): int(row) for row in fed}  # which stream has the client that this one had at first
     for i, j in pairs:
         stream, client = int(flowing[i]), int(fed[j])

@@ -30,6 +30,9 @@ SLOWEST_PROXY = 120.0
 #: Bytes by which an answer on its way differs at both sides of a proxy that passes it on as it comes.
 NEARLY_BYTES = 256
 
+#: Seconds that it may take to send on a request that it does not hold back.
+SLOW_REQUEST = 0.5
+
 #: Seconds that a slow one may take to pass an answer on.
 SLOW_ANSWER = 0.3
 
@@ -217,17 +220,21 @@ class Amounts:
     asked: NDArray[np.float64]
 
 
-def by_volume(up: Amounts, down: Amounts, *, tolerance: float, partly: bool = False) -> list[tuple[int, int]]:
+def by_volume(
+    up: Amounts, down: Amounts, *, tolerance: float, slow: float = 0.0, partly: bool = False
+) -> list[tuple[int, int]]:
     """Match streams with the clients of one burst by the bytes they brought and got; pairs (up, down), best first.
 
-    Only requests whose instants lie within ``tolerance`` seconds can have been confused. Volumes agree but for
+    Only requests whose instants lie within ``tolerance`` seconds can have been confused, where the proxy sends them on
+    at once; a slow one may take ``slow`` seconds. Volumes agree but for
     framing, what is under way, and a chunk or two; of several that agree, what moved in this beat decides. ``partly``:
     the client may have got only the beginning.
     """
     brought, got = up.whole[:, None], down.whole[None, :]
     near = _slip(np.maximum(brought, got))
     fits = brought >= got - near if partly else np.abs(brought - got) <= near
-    fits &= np.abs(up.asked[:, None] - down.asked[None, :]) <= tolerance
+    later = up.asked[:, None] - down.asked[None, :]
+    fits &= (later >= -tolerance) & (later <= tolerance + slow)
     gap = np.abs(brought - got) + np.abs(up.lately[:, None] - down.lately[None, :])
     pairs: list[tuple[int, int]] = []
     candidates = np.argwhere(fits)

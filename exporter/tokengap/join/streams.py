@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE, VANISHED, Downstream, client_states
-from tokengap.join.matching import find_clients
+from tokengap.join.matching import UNTOLD_BYTES, find_clients
 from tokengap.join.rest import InEngine, await_clients, believe_brief, end_finished
 from tokengap.join.segments import (
     FOREIGN,
@@ -156,7 +156,7 @@ def start(topology: Topology) -> StreamState:
         homes=np.zeros(0, dtype=HOME),
         strangers=frozenset(),
         edges=frozenset(edges),
-        ratio=np.full((len(topology.hops) + 1, 2), 65536.0),
+        ratio=np.full((len(topology.hops) + 1, 2), UNTOLD_BYTES),
         headers=np.zeros(len(topology.engines), dtype=np.int64),
         questions=frozenset(),
     )
