@@ -31,7 +31,7 @@ SEVERAL = 1.5
 
 #: Bytes that a hop is taken to have passed on as they came before any were seen, and how many times as many tell what
 #: it makes of them.
-UNTOLD_BYTES, RATIO_TOLD = 65536.0, 5
+UNTOLD_BYTES, RATIO_TOLD = 8192.0, 32
 
 #: Bytes that the header of an answer has at least.
 HEADER_LEAST = 128
@@ -318,6 +318,7 @@ def _sort_out(
             # Measured anew: what came, less what this client had acknowledged, both as of the beat before.
             came = seg["supply"][both] - seg["arrived"][both]
             seg["lag"][both] = came - seg["acked"][both] * ratio[hop, 1] / ratio[hop, 0]
+            seg["measured"][both] = seg["down"][both]
             for column in ("level", "from_up", "from_down", "owed"):
                 seg[column][both] = 0
             seg["hop"][both], seg["owner"][both], seg["trial"][both] = hop, OWNED, False
@@ -442,7 +443,9 @@ def _as_amounts_agree(
     fed, flowing = np.flatnonzero(clients), np.flatnonzero(streams)
     up = Amounts(burst.came_up[flowing], burst.came_lately[flowing], burst.asked_up[flowing])
     down = Amounts(burst.went_down[fed], burst.went_lately[fed], burst.asked_down[fed])
-    pairs = by_volume(up, down, tolerance=tolerance, slow=burst.slow, partly=partly)
+    # One that got less than its stream brought may only be behind; more it cannot have got.
+    slow = np.where(burst.amiss & (burst.went_down > burst.came_up), burst.slow, 0.0)[fed]
+    pairs = by_volume(up, down, tolerance=tolerance, slow=slow, partly=partly)
     holder = {int(row): int(row) for row in fed}  # which stream has the client that this one had at first
     for i, j in pairs:
         stream, client = int(flowing[i]), int(fed[j])

@@ -221,12 +221,12 @@ class Amounts:
 
 
 def by_volume(
-    up: Amounts, down: Amounts, *, tolerance: float, slow: float = 0.0, partly: bool = False
+    up: Amounts, down: Amounts, *, tolerance: float, slow: NDArray[np.float64] | float = 0.0, partly: bool = False
 ) -> list[tuple[int, int]]:
     """Match streams with the clients of one burst by the bytes they brought and got; pairs (up, down), best first.
 
     Only requests whose instants lie within ``tolerance`` seconds can have been confused, where the proxy sends them on
-    at once; a slow one may take ``slow`` seconds. Volumes agree but for
+    at once; a slow one may take ``slow`` seconds (for each of ``down``, or for all). Volumes agree but for
     framing, what is under way, and a chunk or two; of several that agree, what moved in this beat decides. ``partly``:
     the client may have got only the beginning.
     """

@@ -69,9 +69,10 @@ SEGMENT = np.dtype(
         ("acked", "i8"),  # bytes of this answer acknowledged by the client facing this hop
         ("fresh", "f8"),  # answer bytes, header excluded, not yet credited with tokens
         ("lag", "f8"),  # answer bytes minus what the outermost client acknowledged, in upstream bytes, since paired:
-        ("from_up", "i8"),  # when so many answer bytes had come,
-        ("from_down", "i8"),  # so many were acknowledged,
-        ("owed", "f8"),  # and this client lacked so many
+        ("measured", "u8"),  # the client on this socket
+        ("from_up", "i8"),  # had, when so many answer bytes had come,
+        ("from_down", "i8"),  # acknowledged so many,
+        ("owed", "f8"),  # and lacked so many
         ("level", "f8"),  # the lag at which all was delivered
         ("behind", "f8"),  # answer bytes not yet acknowledged by the outermost client
         ("untold", "f8"),  # of these, what that client may have got since it was seen last: its socket's end will tell

@@ -636,10 +636,16 @@ def _deliver(
     holds = np.maximum(now.rows["wqueue"][down], 0) * ratio[hop, 1] / ratio[hop, 0]
     lacks = seg["supply"] - top["acked"] * ratio[hop, 1] / ratio[hop, 0]
     late = (lacks > HELD_BACK) & ~direct & ~top["shared"]
-    paired = first & seen
-    for column, value in (("from_up", seg["supply"]), ("from_down", top["acked"]), ("owed", holds)):
-        seg[column] = np.where(paired, np.where(late, 0, value), seg[column])
-    # From the totals, for what the client's bytes are worth is learned only as they flow.
+    # From totals since it was paired, for what the client's bytes are worth is learned only as they flow. When another
+    # socket turns out to be the outermost, from the beat before.
+    paired, other = first & seen, ~first & (seg["measured"] != top["down"])
+    for column, at_first, since in (
+        ("measured", top["down"], top["down"]),
+        ("from_up", np.where(late, 0, seg["supply"]), seg["supply"] - arrived),
+        ("from_down", np.where(late, 0, top["acked"]), top["acked"] - d_acked),
+        ("owed", np.where(late, 0, holds), seg["lag"]),
+    ):
+        seg[column] = np.where(paired, at_first, np.where(other, since, seg[column]))
     given = (top["acked"] - seg["from_down"]) * ratio[hop, 1] / ratio[hop, 0]
     seg["lag"] = np.where(first & ~seen, np.nan, seg["supply"] - seg["from_up"] - given + seg["owed"])
     drift = np.where(direct, 0.0, REFRAMING * went)
