@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tokengap.join.client import VANISHED
-from tokengap.join.segments import Owned, Segments, body, in_flight, seems_over
+from tokengap.join.client import GONE, VANISHED
+from tokengap.join.segments import LAST_BYTES, Owned, Segments, body, in_flight, seems_over
 from tokengap.join.silent import (
     STREAMED_BYTES,
     Doubt,
@@ -271,11 +271,13 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
     left = streams.client >= VANISHED
     listening = (streams.client >= 0) & ~left
 
-    delivered = np.where(ended & listening, seg["tokens"], seg["tokens"] * (1 - late))
+    has_all = (streams.client == GONE) & ~np.isnan(seg["answered"])
+    has_all &= seg["behind"] <= np.minimum(LAST_BYTES, seg["acked"])
+    delivered = np.where(ended & (listening | has_all), seg["tokens"], seg["tokens"] * (1 - late))
     delivered = np.where(streams.client >= 0, delivered, 0.0)
     useful = np.maximum(seg["useful"], np.minimum(delivered, seg["tokens"] - seg["orphaned"]))
     doubtful = in_doubt(streams, ledger.unstreamed)
-    open_ = in_flight(seg) & (seems_over(seg) | seg["may_read"])  # if more comes, or it ends, it will show
+    open_ = in_flight(seg) & (has_all | seems_over(seg) | seg["may_read"])  # if more comes, or it ends, it will show
     hopeless = seg["tokens"] * np.where(ended, 1.0, 1 - untold) - useful
     orphaned = np.maximum(seg["orphaned"], np.where(left & ~doubtful & ~open_, hopeless, 0.0))
     lost = np.where(ended & (streams.client < 0), seg["tokens"] - useful - orphaned, 0.0)

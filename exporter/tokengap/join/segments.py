@@ -29,6 +29,10 @@ HELD_BACK = 16 * 1024
 #: difference.
 TAIL_BYTES, TAIL_SHARE = 1024, 0.05
 
+#: What a client that closed may lack and count as one that has all: its last token, and the small answer to a poll that
+#: came after it on the same connection.
+LAST_BYTES = 512
+
 UNKNOWN_OWNER, OWNED, FOREIGN = 0, 1, 2
 
 #: One request at one hop. Instants are monotonic seconds, NaN for "not yet".
