@@ -29,9 +29,8 @@ from tokengap.readings import CLOSE_WAIT, ESTABLISHED
 #: How many times as much as one request a client's socket has received that carried several, at least.
 SEVERAL = 1.5
 
-#: Bytes that a hop is taken to have passed on as they came before any were seen, and how many times as many tell what
-#: it makes of them.
-UNTOLD_BYTES, RATIO_TOLD = 8192.0, 32
+#: Bytes through a hop from which on it is known what it makes of them.
+RATIO_TOLD = 256 * 1024
 
 #: Bytes that the header of an answer has at least.
 HEADER_LEAST = 128
@@ -398,7 +397,7 @@ def _burst(
         hungry=there & waits & (some["acked"] <= HEADER_MOST) & (much | (unfed & over[rows])),
         unfed=unfed,
         overfed=seen & (went_down / 2 > came_up + HEADER_LEAST),
-        slow=SLOW_REQUEST if ratio[hop, 1] >= RATIO_TOLD * UNTOLD_BYTES else 0.0,
+        slow=SLOW_REQUEST if ratio[hop, 1] >= RATIO_TOLD else 0.0,
     )
 
 

@@ -5,7 +5,7 @@ for clients that connect to the engine directly, the engine's accepted socket. R
 carrier sent, answers by what it received (for an engine's socket: the reverse).
 
 :func:`advance` is one beat: what grew, what began (here), whose client is whose (``matching``), what has finished
-(``rest``), how each client is (``client``) and how far behind.
+(``rest``), how each client is (``client``) and how far behind (``delivery``).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokengap.join.client import CONNECTED, GONE, VANISHED, Downstream, client_states
-from tokengap.join.matching import UNTOLD_BYTES, find_clients
+from tokengap.join.client import GONE, VANISHED, Downstream, client_states
+from tokengap.join.delivery import UNTOLD_BYTES, deliver, learn_ratio
+from tokengap.join.matching import find_clients
 from tokengap.join.rest import InEngine, await_clients, believe_brief, end_finished
 from tokengap.join.segments import (
     FOREIGN,
     HEADER_MOST,
     HEADER_SECONDS,
-    HELD_BACK,
     OWNED,
     SAME_INSTANT,
     SEGMENT,
@@ -65,11 +65,6 @@ UNSEEN_BEATS = 2.5
 #: The same for requests that were there before the exporter: their instants do not tell whether clients share a
 #: connection (HTTP/2), the frames that these send meanwhile will.
 NEVER_PAIRED_BEFORE_SECONDS = 10.0
-
-#: The share of received bytes by which a client may seem to fall behind without being behind: a proxy that re-frames
-#: the chunks sends slightly other numbers of bytes than it received.
-REFRAMING = 0.03
-
 
 #: Seconds within which the process table answers its first question, if it ever does.
 FIRST_ANSWER_SECONDS = 2.5
@@ -211,7 +206,8 @@ def advance(
     seg = _own(seg, now, side, at, began, many, max(NEVER_PAIRED_SECONDS, 2 * topology.interval))
     seg = _see_clients(seg, now, at, topology.interval)
     path = _chain(seg, parent, inner)
-    seg, ratio = _deliver(seg, path, now, state.ratio, at, events=snapshot.events)
+    seg, to = deliver(seg, path.first, path.client, now, state.ratio, at, events=snapshot.events)
+    ratio = learn_ratio(state.ratio, seg, to, now, at)
     doubtful = _guesses(state, seg, at) & (path.client >= VANISHED) & ~all_but_the_last(seg)
     path = replace(path, client=np.where(doubtful, np.int8(UNSEEN), path.client))
 
@@ -610,82 +606,6 @@ def _chain(seg: Segments, parent: NDArray[np.intp], inner: NDArray[np.intp]) -> 
         holds = (leaks_at[before] >= 0) & ~let_go
         leaks_at[linked] = np.where(holds, leaks_at[before], leaks_at[linked])
     return Path(first, leaks_at, client, inner)
-
-
-def _deliver(
-    seg: Segments, path: Path, now: Tracked, ratio: NDArray[np.float64], at: float, *, events: bool
-) -> tuple[Segments, NDArray[Any]]:
-    """Measure how far each client is behind: what arrived for it and is not acknowledged, in upstream bytes.
-
-    ``events``: the ends of sockets are told.
-    """
-    top = seg[path.first]
-    hop = np.where(top["hop"] >= 0, top["hop"], len(ratio) - 1)
-    direct = seg["carrier"] == seg["down"]
-    down = now.find(top["down"])
-    arrived, d_acked = seg["arrived"], now.d_acked[down]
-
-    # Headers differ by an unknown constant, and chunks are re-framed. So while the client is there the smallest lag is
-    # taken for "all delivered" and may drift a little; on the engine's own socket both sides are the same bytes.
-    seen = top["down"] > 0
-    first = np.isnan(seg["lag"])
-    listening = (path.client >= 0) & (path.client < VANISHED)
-    went = d_acked * ratio[hop, 1] / ratio[hop, 0]
-    # At first that is what its socket holds. One found late starts with what it lacks, where that is more than a proxy
-    # holds back from everybody.
-    holds = np.maximum(now.rows["wqueue"][down], 0) * ratio[hop, 1] / ratio[hop, 0]
-    lacks = seg["supply"] - top["acked"] * ratio[hop, 1] / ratio[hop, 0]
-    late = (lacks > HELD_BACK) & ~direct & ~top["shared"]
-    # From totals since it was paired, for what the client's bytes are worth is learned only as they flow. When another
-    # socket turns out to be the outermost, from the beat before.
-    paired, other = first & seen, ~first & (seg["measured"] != top["down"])
-    for column, at_first, since in (
-        ("measured", top["down"], top["down"]),
-        ("from_up", np.where(late, 0, seg["supply"]), seg["supply"] - arrived),
-        ("from_down", np.where(late, 0, top["acked"]), top["acked"] - d_acked),
-        ("owed", np.where(late, 0, holds), seg["lag"]),
-    ):
-        seg[column] = np.where(paired, at_first, np.where(other, since, seg[column]))
-    given = (top["acked"] - seg["from_down"]) * ratio[hop, 1] / ratio[hop, 0]
-    seg["lag"] = np.where(first & ~seen, np.nan, seg["supply"] - seg["from_up"] - given + seg["owed"])
-    drift = np.where(direct, 0.0, REFRAMING * went)
-    level = np.where(listening, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
-    seg["level"] = np.where(first, 0.0, level)
-    everything = body(seg)
-    seg["behind"] = np.where(seen, np.clip(seg["lag"] - seg["level"], 0, everything), everything)
-    fin = (down >= 0) & ~now.ended[down] & (path.client == GONE)
-    seg["may_read"] = fin & (np.isnan(seg["answered"]) | (seg["answered"] == at)) & ~direct
-    # A connection that was reset is in no table, and its end is told when the proxy closes it (nginx that ignores who
-    # leaves: with the answer's end). Only then is it known what was acknowledged before.
-    lost_sight = seen & (down < 0) & (top["gone"] == at) & events
-    seg["untold"] = np.where(lost_sight, seg["behind"], np.where(down < 0, seg["untold"], 0.0))
-
-    # What has ended is settled when all was acknowledged, or its client is gone; until then the kernel still delivers.
-    undelivered = ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)
-    seg["draining"] = ~np.isnan(seg["ended"]) & listening & undelivered & (seg["engine"] >= 0)
-    # The hops in between are done with it and close their sockets: from now on its client is who the outermost one has.
-    for column in ("down", "hop", "client", "acked"):
-        seg[column] = np.where(seg["draining"], top[column], seg[column])
-
-    # Pairs of one burst may still be confused: believe a pair that agrees with what is known, and all pairs of a hop
-    # where nobody left, for then confusion does not change the sums. Both must have flowed for all of the beat, with
-    # nothing under way at its beginning and its end.
-    drained = (
-        (now.rows["wqueue"][down] == 0)
-        & (now.d_written[down] == d_acked)
-        & (path.client == CONNECTED)
-        & ~direct
-        & ~top["shared"]
-    )
-    flows = drained & (d_acked > 0) & (arrived > 0) & (seg["answered"] < at) & np.isnan(seg["ended"])
-    expected = arrived * ratio[hop, 0] / ratio[hop, 1]
-    agrees = np.abs(d_acked - expected) <= 0.3 * expected
-    calm = ~np.isin(hop, np.unique(hop[(path.client != CONNECTED) & ~direct]))
-    flows &= agrees | calm
-    ratio = ratio.copy()
-    np.add.at(ratio, (hop[flows], 0), d_acked[flows])
-    np.add.at(ratio, (hop[flows], 1), arrived[flows])
-    return seg, ratio
 
 
 def _held(seg: Segments, now: Tracked, side: Sides, at: float, interval: float, murmurs: NDArray[np.uint64]) -> Held:
