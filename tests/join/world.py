@@ -48,6 +48,7 @@ class Sock:
     timer: int = 0
     retransmits: int = 0
     closed: bool = False
+    ended_at: float | None = None  # when it was destroyed: its ages are those of then
 
     def row(self, now: float) -> np.ndarray:
         row = np.zeros(1, dtype=SOCKET)
@@ -64,7 +65,7 @@ class Sock:
             ("last_data_recv", self.recv_at),
             ("last_ack_recv", self.ack_at),
         ):
-            row[column] = round((now - instant) * 250) * 4  # kernel ticks of 4 ms
+            row[column] = round(((self.ended_at or now) - instant) * 250) * 4  # kernel ticks of 4 ms
         return row
 
 
@@ -173,7 +174,7 @@ class World:
 
     def _close(self, sock: Sock | None) -> None:
         if sock is not None and not sock.closed:
-            sock.closed = True
+            sock.closed, sock.ended_at = True, self.now
             self.closed.append(sock)
 
     def _poll(self) -> None:
@@ -326,6 +327,7 @@ class World:
         for sock in person.middle or ():
             self._close(sock)
         if self.leaks == "reset" and person.gone and person.down is not None:
+            person.down.ended_at = self.now
             self.closed.append(person.down)
         elif not (person.gone and person.how == "vanish"):
             self._close(person.down)

@@ -379,6 +379,11 @@ def _burst(
     mute = np.isnan(some["answered"])
     unfed = ~mute & (some["grew"] == some["answered"]) & (went_down < came_up / 2)
     much = some["supply"] > HELD_BACK
+    # A socket's end tells how long before it the request had gone out. One that came to its end just now may yet be
+    # passed on.
+    carrier = now.find(some["carrier"])
+    lasted = np.where(now.ended[carrier] & (carrier >= 0), now.rows["last_data_sent"][carrier] / 1e3, 0.0)
+    passed = over[rows] & (some["asked"] + lasted < at - SAME_INSTANT)
     return _Burst(
         rows=rows,
         asked_up=some["asked"],
@@ -394,7 +399,7 @@ def _burst(
         mute=mute,
         over=over[rows],
         amiss=np.abs(went_down - came_up) > 0.1 * np.maximum(went_down, came_up) + 2 * HEADER_MOST,
-        hungry=there & waits & (some["acked"] <= HEADER_MOST) & (much | (unfed & over[rows])),
+        hungry=there & waits & (some["acked"] <= HEADER_MOST) & (much | (unfed & passed)),
         unfed=unfed,
         overfed=seen & (went_down / 2 > came_up + HEADER_LEAST),
         slow=SLOW_REQUEST if ratio[hop, 1] >= RATIO_TOLD else 0.0,
