@@ -12,10 +12,10 @@ from tokengap.join.pairing import Amounts, Requests, by_volume, pair
 
 def requests(asked, answered=None, open_=None, size=None, got=None, heard=None, asks=True):
     asked = np.array(asked, dtype=float)
-    answered = np.zeros(len(asked), dtype=bool) if answered is None else np.array(answered)
+    answered = np.zeros(len(asked), dtype=bool) if answered is None else np.array(answered, dtype=bool)
     inode = np.arange(len(asked), dtype=np.uint64)
     size = np.full(len(asked), 500) if size is None else np.array(size)
-    open_ = np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_)
+    open_ = np.ones(len(asked), dtype=bool) if open_ is None else np.array(open_, dtype=bool)
     got = np.zeros(len(asked)) if got is None else np.array(got, dtype=float)
     heard = np.full(len(asked), np.nan) if heard is None else np.array(heard, dtype=float)
     return Requests(asked, inode, size, answered, open_, got, heard, np.full(len(asked), asks))
@@ -69,6 +69,14 @@ def test_a_slow_proxy_asks_late_and_its_answers_find_their_clients_while_they_fl
 def test_what_a_proxy_queued_goes_out_first_in_first_out():
     """Requests that HAProxy passes on late (maxconn) belong to the clients that have been held longest."""
     assert pairs([20.0, 21.0], [15.0, 16.0, 17.0], held=[True, True, True]) == [(0, 0), (1, 1)]
+
+
+def test_of_what_a_proxy_queued_equal_bytes_tell_whose_it_is():
+    """HAProxy took one that had waited 3.8 s and then the next; the first has 2,395 bytes and so has its client, the
+    second a header. First in, first out alone would give the second the first one's, where the first may be a poll."""
+    up = requests([23.84, 23.94], [True, False], [False, True], got=[2395, 168])
+    down = requests([20.1, 20.14], [False, False], [True, True], got=[2395, 168])
+    assert sorted(pair(up, down, tolerance=0.05)) == [(0, 0), (1, 1)]
 
 
 def test_a_held_client_is_not_given_to_a_stream_that_had_one():

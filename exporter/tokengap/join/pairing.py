@@ -30,6 +30,9 @@ SLOWEST_PROXY = 120.0
 #: Bytes by which an answer on its way differs at both sides of a proxy that passes it on as it comes.
 NEARLY_BYTES = 256
 
+#: Bytes of an answer, header included, from which on others are hardly as long to the byte.
+TELLING_BYTES = 1024
+
 #: Seconds that it may take to send on a request that it does not hold back.
 SLOW_REQUEST = 0.5
 
@@ -69,9 +72,9 @@ def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -
     First those whose instants lie within ``tolerance`` seconds, the client's not after the proxy's, and among them
     those that are both answered, or both not. Then those that a slow proxy sent on late: by the instant of their
     answers, or of their headers, if these are as long. Both first with questions and answers of equal size, then
-    without; and last those whose answers a proxy that stood still passed on much later. And what a proxy queued: an
-    upstream request that never had a client goes to the client that has waited longest, first in, first out. ``blur``
-    is the seconds that the dump of the sockets took.
+    without; and last those whose answers a proxy that stood still passed on much later. And what a proxy queued: those
+    whose answers are as long to the byte; else an upstream request that never had a client goes to the client that has
+    waited longest, first in, first out. ``blur`` is the seconds that the dump of the sockets took.
     """
     pairs = _asked_together(up, down, [], tolerance, blur, alike=True)
     pairs += _heard_together(up, down, pairs, tolerance)
@@ -79,6 +82,7 @@ def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -
     pairs += _delayed(up, down, pairs)
     stalled = replace(down, heard=np.where(down.asks, down.heard, np.nan))
     pairs += _heard_together(up, stalled, pairs, tolerance, SLOWEST_PROXY)
+    pairs += _to_the_byte(up, down, pairs)
     late = [i for i in _free(up, [i for i, _ in pairs], None) if up.open[i]]
     waiting = [j for j in _free(down, [j for _, j in pairs], False) if down.open[j]]
     for i in late:
@@ -123,6 +127,15 @@ def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list
     long, then in their order; none before its client had asked."""
     flows_up, flows_down = (np.logical_and(side.answered, side.open) & side.asks for side in (up, down))
     return _in_turn(up, down, flows_up, flows_down, pairs, partial(_asked_before, up, down, after=0.0))
+
+
+def _to_the_byte(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Match what has so much of its answer that equal amounts are no chance."""
+
+    def fits(i: int, clients: NDArray[np.intp]) -> NDArray[np.bool_]:
+        return (_off(up, down, i, clients) <= 1) & _asked_before(up, down, i, clients, 0.0)
+
+    return _in_turn(up, down, up.got > TELLING_BYTES, down.open & (down.got > TELLING_BYTES), pairs, fits)
 
 
 def _in_turn(
