@@ -89,6 +89,7 @@ def _find_clients(
         _pair_free(seg, now, side, mine, int(hop), ratio, at, blur, guess)
         _share(seg, now, side, mine & ~guess, int(hop), before, at, blur, frames)
         burst = _sort_out(seg, now, mine, int(hop), ratio, at, blur)
+        _claim_closed(seg, now, side, burst, int(hop), ratio)  # whom that left without a stream
         left = burst.rows[burst.over & burst.hungry]  # it ran to its end for somebody else, who had left if anybody had
         seg["down"][left] = 0
         seg["trial"][left] |= trial[left]
