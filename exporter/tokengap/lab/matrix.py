@@ -93,16 +93,20 @@ def right_after(
 ) -> float | None:
     """Return after how many seconds the state of one who left was right, and stayed so; None: never.
 
-    The clock starts when it left; of one who vanished, when something is sent to it that it cannot acknowledge.
-    ``until``: from when on it is another story.
+    The clock starts when it left; of one who vanished or stalled, when something is sent to it that it cannot take.
+    ``until``: from when on it is another story. ``request``: what the engine says of it, where it knows whose it was.
     """
     assert outcome.left is not None
-    since = outcome.left
-    ended = until if request is None or request.ended is None else request.ended
+    since, ended = outcome.left, until
+    if request is None:
+        shown = [look.at for look in looks if outcome.port in look.states]
+        ended = shown[-1] if shown else until
+    elif request.ended is not None:
+        ended = request.ended
     if outcome.user.leaving == "stall":
         until = min(until, ended)  # then it is no stream any more, but an answer in buffers
-    if outcome.user.leaving == "vanish" and not outcome.user.stream:
-        since = max(since, ended)
+    if outcome.user.leaving in ("vanish", "stall") and request is not None:
+        since = max(since, (request.first_token if outcome.user.stream else request.ended) or since)
 
     def right(look: Look) -> bool:
         state = look.states.get(outcome.port)
@@ -219,6 +223,8 @@ class Stand:
                 if outcome.left is not None and (outcome.user.stream or not stalls):
                     until = outcome.left + outcome.user.stalls if stalls else end
                     request = requests.get(outcome.user.id)
+                    if stalls and request is not None and (request.first_token or until) >= until:
+                        continue  # it waited in a queue all the while: there was nothing for it to read
                     seconds.append(right_after(self.looks, outcome, request, column, until))
         return Cell(
             way=self.way.name,
