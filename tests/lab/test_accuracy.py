@@ -11,6 +11,7 @@ from tokengap.errors import SettingsError
 from tokengap.lab import accuracy
 from tokengap.lab.accuracy import Cell, Run, Split, page
 from tokengap.lab.matrix import Look, chosen, read_look, right_after, wrongly_gone
+from tokengap.lab.truth import RequestTruth
 from tokengap.lab.users import Outcome, User
 from tokengap.lab.ways import COLUMNS, KINDS, WAYS
 
@@ -138,6 +139,14 @@ def test_one_who_stalls_is_to_be_seen_while_it_stalls():
         == 0.75
     )
     assert right_after(looks("connected", "connected", "gone"), stalled, None, COLUMNS["stall"], 101.0) is None
+
+
+def test_the_clock_of_one_who_vanishes_starts_when_something_is_sent_to_it():
+    """It waited in a proxy's queue: before its first token there was nothing to lose."""
+    asked = RequestTruth("u", "finished", 10, 100, 100, 100, False, 0.0, 99.0, 100.5, 100.7, 105.0)
+    states = looks("connected", "connected", "connected", "connected", "vanished")
+    assert right_after(states, outcome("vanish"), asked, COLUMNS["vanish"], 200.0) == pytest.approx(0.55)
+    assert right_after(states, outcome("vanish"), None, COLUMNS["vanish"], 200.0) == pytest.approx(1.25)
 
 
 def test_who_was_there_and_called_gone_is_counted():

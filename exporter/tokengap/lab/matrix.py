@@ -223,8 +223,8 @@ class Stand:
                 if outcome.left is not None and (outcome.user.stream or not stalls):
                     until = outcome.left + outcome.user.stalls if stalls else end
                     request = requests.get(outcome.user.id)
-                    if stalls and request is not None and (request.first_token or until) >= until:
-                        continue  # it waited in a queue all the while: there was nothing for it to read
+                    if stalls and request is not None and (request.first_token or until) > until - column.within:
+                        continue  # it waited in a queue while it stalled: there was too little for it to read
                     seconds.append(right_after(self.looks, outcome, request, column, until))
         return Cell(
             way=self.way.name,
