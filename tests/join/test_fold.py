@@ -150,6 +150,19 @@ def test_without_destroy_events_at_most_a_beat_is_missed():
     assert tokens.useful == pytest.approx(truth["useful"], abs=8 * world.rate + 0.01 * truth["out"])
 
 
+@pytest.mark.parametrize("leavers", [0, 8])
+@pytest.mark.parametrize("leaks", [None, "held"])
+@pytest.mark.parametrize("slots", [4, 20])
+def test_without_destroy_events_who_ended_with_its_stream_had_all(slots, leaks, leavers):
+    """Nothing tells what a socket carried since it was seen last; but what the engine generated meanwhile was for those
+    that ended. Exact where nobody leaves, and else within half a beat of each who does."""
+    world = World(crowd(leavers=leavers, tokens=300, leave_at=2.25), slots=slots, leaks=leaks)
+    tokens, truth = play(world, events=False)[-1].engines[0].tokens, world.truth
+    assert tokens.useful == pytest.approx(truth["useful"], abs=0.5 + leavers * world.rate / 2)
+    assert sum(tokens.orphaned.values()) == pytest.approx(truth["gap"], abs=0.5 + leavers * world.rate / 2)
+    assert tokens.unattributed == pytest.approx(0, abs=0.5)
+
+
 def test_queue_age_and_slack_follow_the_head_of_the_queue():
     """With one slot and a queue the head's age is the longest wait of the queued; slack is the deadline minus it."""
     world = World(crowd(count=4, leavers=0, tokens=200), slots=1)

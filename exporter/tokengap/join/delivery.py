@@ -62,6 +62,13 @@ def deliver(
     worth = ratio[hop, 1] / ratio[hop, 0]
 
     seg["lag"] = _lag(seg, to, now, worth)
+    lost_sight = seen & (down < 0) & (top["gone"] == at)
+    if not events:
+        # Nothing tells what it had got at its end: all, where its stream is over; else half of what came meanwhile.
+        most = np.where(np.isnan(seg["ended"]), seg["arrived"] / 2, np.inf)
+        got = np.where(lost_sight, np.clip(seg["lag"] - seg["level"], 0.0, most), 0.0)
+        for column in ("owed", "lag"):
+            seg[column] -= got
     # While the client is there the smallest lag is taken for "all delivered", and may drift a little.
     drift = np.where(to.direct, 0.0, REFRAMING * now.d_acked[down] * worth)
     level = np.where(to.listens, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
@@ -73,8 +80,7 @@ def deliver(
     seg["may_read"] = fin & (np.isnan(seg["answered"]) | (seg["answered"] == at)) & ~to.direct
     # A connection that was reset is in no table, and its end is told when the proxy closes it (nginx that ignores who
     # leaves: with the answer's end). Only then is it known what was acknowledged before.
-    lost_sight = seen & (down < 0) & (top["gone"] == at) & events
-    seg["untold"] = np.where(lost_sight, seg["behind"], np.where(down < 0, seg["untold"], 0.0))
+    seg["untold"] = np.where(lost_sight & events, seg["behind"], np.where(down < 0, seg["untold"], 0.0))
 
     # What has ended is settled when all was acknowledged, or its client is gone; until then the kernel still delivers.
     undelivered = ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)

@@ -319,7 +319,10 @@ def _engine(
         book = ledger.learn_answers(book, own, page, readings.sockets.at, readings.topology.interval)
         limbo = _Limbo(memory.fates.limbo, fates.limbo, ran_out)
         lag = reading.at - readings.sockets.at
-        book, own = _account(book, own, page, gap, hop_names, limbo, lag, readings.topology.interval)
+        seg = own.segments
+        cut = (seg["ended"] == readings.sockets.at) & ~seg["trial"] & ~np.isnan(seg["answered"]) & (seg["arrived"] == 0)
+        cut &= readings.sockets.value is not None and not readings.sockets.value.events
+        book, own = _account(book, own, page, gap, hop_names, limbo, lag, readings.topology.interval, cut)
         fates = endings.settled(fates, own, readings.sockets.at)
 
     waits = _waits(own, seen, index, readings, book.unstreamed)
@@ -437,9 +440,10 @@ def _account(
     limbo: _Limbo,
     lag: float,
     beat: float,
+    cut: NDArray[np.bool_],
 ) -> tuple[ledger.Ledger, Owned]:
     """Credit, correct and settle. Without a page nothing is credited: what is in flight keeps its bytes, and what ended
-    is owed its tokens until there is a page again."""
+    is owed its tokens until there is a page again. ``cut``: as of :func:`~tokengap.join.silent.sequences`."""
     here = len(own.segments)
     everyone = own if book.owed is None else own.plus(book.owed)
     if page is not None:
@@ -453,6 +457,7 @@ def _account(
             mostly_at_once=book.mostly_at_once,
             unseen=unseen,
             beat=beat,
+            cut=cut,
         )
         book = replace(book, owed=None, unseen=gap.unseen)
         book, everyone = ledger.credit(book, everyone, quiet, hop_names, alone=gap.now == 0, lag=lag, beat=beat)

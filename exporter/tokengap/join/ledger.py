@@ -192,7 +192,7 @@ def credit(
     doubts = ledger.doubts
     if rest > 0 and silent.count > 0:
         each = rest / silent.count
-        given = each * silent.share * silent.weights * silent.parts
+        given = each * silent.weights * silent.parts
         seg["tokens"][silent.rows] += given
         seg["hushed"][silent.rows] += np.where(silent.weights < 1, given, 0.0)
         doubts = _ran_on(doubts, silent, each)

@@ -93,9 +93,9 @@ class Told:
 class Silent:
     """Sequences at work without bytes, each with the probability that it runs.
 
-    ``rows`` are streams (rows of the engine's segments), ``parts`` for which part of the beat each was there, as far as
-    that is known, ``share`` the probability of one to be an answer that is not
-    streamed, and not a prefill. ``limbo`` are requests that we saw lose their socket before their answer began.
+    ``rows`` are streams (rows of the engine's segments), ``parts`` what each makes of a beat's tokens, if it runs: the
+    part of it for which it was there, times the probability that its answer is one that is not streamed, and that
+    it is not in prefill. ``limbo`` are requests that we saw lose their socket before their answer began.
     ``streaming`` counts those whose answer had begun, which run for certain, and ``unseen`` those that never had a
     socket here.
     """
@@ -103,7 +103,6 @@ class Silent:
     rows: NDArray[np.intp]
     weights: NDArray[np.float64]
     parts: NDArray[np.float64]
-    share: float
     limbo: tuple[Left, ...]
     limbo_weights: NDArray[np.float64]
     streaming: float
@@ -117,7 +116,7 @@ class Silent:
     @property
     def count(self) -> float:
         """How many of all are expected to make tokens."""
-        return float((self.weights * self.parts).sum()) * self.share + self.leaked + self.unseen
+        return float((self.weights * self.parts).sum()) + self.leaked + self.unseen
 
 
 def sequences(
@@ -130,11 +129,12 @@ def sequences(
     mostly_at_once: bool,
     unseen: float,
     beat: float,
+    cut: NDArray[np.bool_],
 ) -> Silent:
     """Find the sequences that run without bytes: of those that wait for a first byte all but the ``waiting`` youngest.
 
     ``before`` and ``now``: the requests in limbo a beat ago and still. What ended in between has run for a part of this
-    beat, of ``beat`` seconds.
+    beat, of ``beat`` seconds. ``cut``: the streams that ended in it, of which nothing told what they brought before.
     """
     seg = streams.segments
     flying = in_flight(seg)
@@ -152,15 +152,24 @@ def sequences(
     if share < FEW_UNSTREAMED:  # then a stream that runs shows it, and the tokens are those of the others
         mute = mute[flying[mute]]
         runs = max(min(len(mute) - int(page.waiting or 0), room), 0)
-        weights = _probabilities(seg["asked"][mute], runs)
-        return Silent(mute, weights, np.ones(len(mute)), share, quiet, np.ones(len(quiet)), streaming, unseen)
+        weights, parts = _probabilities(seg["asked"][mute], runs), np.full(len(mute), share)
+        return Silent(*_with(cut, mute, weights, parts), quiet, np.ones(len(quiet)), streaming, unseen)
     asked = np.concatenate([seg["asked"][mute], [left.asked for left in quiet]])
     weights = _probabilities(asked, max(min(len(asked) - int(page.waiting or 0), room), 0))
     parts = _parts(seg[mute], beat)
     was_there = dict(zip(seg["id"][mute[~flying[mute]]].tolist(), parts[~flying[mute]].tolist(), strict=True))
     since = np.array([1 - was_there.get(left.id, 0.0) for left in quiet])
     n = len(mute)
-    return Silent(mute, weights[:n], parts, share, quiet, weights[n:] * since, streaming, unseen)
+    return Silent(*_with(cut, mute, weights[:n], share * parts), quiet, weights[n:] * since, streaming, unseen)
+
+
+def _with(
+    cut: NDArray[np.bool_], rows: NDArray[np.intp], weights: NDArray[np.float64], parts: NDArray[np.float64]
+) -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]]:
+    """Add what ran for certain, for half of the beat on the mean."""
+    more = np.setdiff1d(np.flatnonzero(cut), rows)
+    ones = np.ones(len(more))
+    return np.concatenate([rows, more]), np.concatenate([weights, ones]), np.concatenate([parts, ones / 2])
 
 
 def _parts(seg: Segments, beat: float) -> NDArray[np.float64]:
