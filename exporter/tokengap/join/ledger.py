@@ -49,8 +49,13 @@ PATIENCE = 3
 #: Differences between counted tokens and the worth of bytes below this are noise, not a silent sequence at work.
 NOISE_SHARE, NOISE_TOKENS = 0.10, 2.0
 
-#: The share of the tokens of a beat that may have been counted before their bytes came, while answers go on.
-AHEAD_SHARE = 0.25
+#: The share of the tokens of a beat that may have been counted before their bytes came, while answers go on: the page
+#: was read late, or the proxy did not read.
+AHEAD_SHARE = 0.75
+
+#: A beat whose tokens differ by more than such a share from what its bytes seem worth counts so much less for what
+#: they are worth: either that is wrong, or the proxy did not read for a while.
+TELLING_SHARE, ODD_WEIGHT = 0.5, 0.1
 
 #: Tokens from which on their bytes tell something.
 LEAST_LEARNED = 8.0
@@ -211,7 +216,9 @@ def credit(
     if bytes_ > 0 and pool > 0 and stranger_free and of_this_beat and seen + ahead == pool:
         tokens = pool - ledger.ahead
         if even:
-            learned = (FADE * learned[0] + bytes_, FADE * learned[1] + tokens)
+            odd = worth is not None and abs(tokens - worth) > TELLING_SHARE * max(tokens, worth)
+            weight = ODD_WEIGHT if odd else 1.0
+            learned = (FADE * learned[0] + weight * bytes_, FADE * learned[1] + weight * tokens)
         elif worth is None and tokens >= LEAST_LEARNED:  # better than nothing
             learned = (bytes_ * LEAST_LEARNED / tokens, LEAST_LEARNED)
     # Bytes that met a page are used up, with or without tokens; those on trial wait for the verdict on their stream.
