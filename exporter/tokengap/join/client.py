@@ -23,9 +23,9 @@ from tokengap.view import CLIENTS
 
 CONNECTED, STALLED, VANISHED, GONE = (CLIENTS.index(name) for name in ("connected", "stalled", "vanished", "gone"))
 
-#: A peer that misses three retransmissions in a row over two seconds is not there (nginx, HAProxy, Envoy and Caddy
-#: need 15 minutes to say so).
-VANISHED_RETRANSMITS, VANISHED_SECONDS = 3, 2.0
+#: A peer that misses three retransmissions in a row over nearly two seconds is not there (nginx, HAProxy, Envoy and
+#: Caddy need 15 minutes to say so). Nearly: with a beat of a second it is known within three.
+VANISHED_RETRANSMITS, VANISHED_SECONDS = 3, 1.8
 #: Two unanswered-by-data window probes: below that it is corking, or a hiccup.
 STALLED_PROBES = 2
 #: More than any proxy buffers by default for one HTTP/1 response, and quiet for longer than a slow token.
