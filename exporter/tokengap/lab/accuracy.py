@@ -165,57 +165,18 @@ def _short(cell: Cell) -> str:
     return " ".join(parts) + (" (!)" if cell.misses() else "")
 
 
-_REUSED = (
-    "A connection to the engine that serves the next client within the same beat keeps the one before as its partner: "
-    "that one is called gone, and the next is taken to have no connection to the engine"
+_WAITS = (
+    "A client that has closed its side and waits, in the proxy's queue or for an answer that comes whole, looks like "
+    "one that has left until the first bytes of its answer: nothing is sent that a client who left would refuse. Its "
+    "tokens are pending meanwhile, not orphaned"
 )
 _UNPAIRED = (
-    "The proxy asks the engine up to 0.4 s after its client asked, and sends the answer on in other pieces, so that "
-    "neither instants nor bytes tell whose answer it is; a connection to the engine without a partner is then called "
-    "an orphan, although as many clients are being served"
-)
-_RATIO = (
-    "What the engine goes on with is told by the bytes of a token, which the first beat of a stream teaches too low "
-    "(the engine's page is read after the sockets); and in the beat in which the last of these requests ends, none is "
-    "taken to have gone on"
-)
-_MIDWAY = "An answer that comes whole shows no bytes: who leaves is given nothing for the beat in which it leaves"
-_ALIKE = (
-    "An answer that comes whole shows no bytes: a request in the queue or in prefill is taken to generate as others "
-    "do, which its sockets cannot tell"
-)
-_WAITS = (
-    "A client that has closed its side and waits for a whole answer looks like one that has left, until the answer is "
-    "acknowledged; what was called orphaned by then stays so"
-)
-_BUFFERED = (
-    "When the engine and the inner hop are done, what the outer hop still holds for its client is called orphaned, at "
-    "the inner hop"
-)
-_STUCK = (
-    "Whole answers that end in the same beat, some delivered and some stuck in the proxy for a client that is not "
-    "there, are mistaken for each other"
-)
-_FRAMES = (
-    "A proxy that buffers puts the pieces of an answer together while its client reads nothing, with fewer bytes "
-    "around them: the difference is taken for tokens that were not delivered, although all was acknowledged"
-)
-_ONE = (
-    "One whole stream is on the wrong account, or on none: its user came at the very instant at which the sockets were "
-    "read, and its connection to the engine stays without a partner, an orphan for as long as it lasts. It depends on "
-    "where between two beats users come"
+    "This proxy asks the engine up to 0.4 s after its client asked, and sends the answer on with other bytes. What these "
+    "are worth is not known in the exporter's first seconds: clients of one burst are then taken for each other"
 )
 _LATE = (
-    "The kernel shows it two seconds after the last acknowledgement, and the next beat reads it: with a beat of 1 s "
-    "that is 3 s at the latest, and then the page is made"
-)
-_SHARE = (
-    "After streamed answers a request that shows no bytes is taken to be in prefill rather than to be an answer that "
-    "comes whole, and its tokens go to the requests that the engine went on with"
-)
-_HELD = (
-    "nginx keeps a socket that was reset until it writes to it, and only then the kernel tells what it had delivered: "
-    "the tokens of the beat in which the client left are called orphaned before that"
+    "The kernel shows it nearly two seconds after the last acknowledgement, and the next beat reads it: with a beat of "
+    "1 s that is 3 s at the latest, and then the page is made"
 )
 _RESET = (
     "HAProxy holds small pieces back for up to 0.2 s and ends its side with a reset, at which the kernel forgets what "
@@ -227,40 +188,16 @@ _RESET = (
 REASONS: dict[tuple[str, str, str], str] = {
     ("litellm", "*", "*"): _UNPAIRED,
     ("litellm-leaking", "*", "*"): _UNPAIRED,
-    ("haproxy-maxconn", "*", "streamed"): _REUSED,
-    ("chain", "stall", "*"): _BUFFERED,
-    ("chain", "vanish", "whole"): _BUFFERED,
-    ("direct-engine-leaks", "*", "streamed"): _RATIO,
-    ("nginx-engine-leaks", "*", "streamed"): _RATIO,
-    ("pool", "*", "streamed"): _REUSED,
-    ("nginx-ignore-abort", "rst", "streamed"): _ONE,
-    ("nginx-cache", "queued", "streamed"): _ONE,
-    ("haproxy", "vanish", "streamed"): _ONE,
-    ("naive", "fin", "streamed"): _ONE,
-    ("naive", "queued", "streamed"): _ONE,
-    ("naive", "vanish", "streamed"): _LATE,
-    ("nginx-cache", "stall", "streamed"): _FRAMES,
-    ("haproxy", "stall", "*"): _FRAMES,
-    ("haproxy-maxconn", "stall", "whole"): _FRAMES,
-    ("haproxy", "queued", "streamed"): _RESET,
-    ("direct-engine-leaks", "*", "whole"): _SHARE,
-    ("nginx-engine-leaks", "*", "whole"): _SHARE,
-    ("nginx-cache", "rst", "streamed"): _HELD,
-    ("haproxy", "fin", "streamed"): _RESET,
-    ("haproxy", "rst", "streamed"): _RESET,
-    ("nginx-ignore-abort", "half-close", "whole"): _WAITS,
-    ("haproxy", "half-close", "whole"): _WAITS,
-    ("haproxy-maxconn", "half-close", "whole"): _WAITS,
-    ("*", "queued", "whole"): _ALIKE,
-    ("*", "half-close", "whole"): _MIDWAY,
-    ("*", "fin", "whole"): _MIDWAY,
-    ("*", "rst", "whole"): _MIDWAY,
-    ("*", "vanish", "whole"): _STUCK,
+    ("*", "vanish", "streamed"): _LATE,
+    ("*", "half-close", "*"): _WAITS,
+    ("haproxy", "*", "streamed"): _RESET,
+    ("haproxy-maxconn", "*", "streamed"): _RESET,
 }
 
 #: Why whole modes do.
 MODE_REASONS: dict[Mode, str] = {
-    "no-events": "What a socket carried between the last beat and its end is not told: up to one beat of each that ends"
+    "no-events": "What a socket carried between the last beat and its end is not told: where a proxy goes on for a "
+    "client that left, half of a beat is taken to have reached it"
 }
 
 
