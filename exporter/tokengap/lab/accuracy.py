@@ -171,8 +171,8 @@ _WAITS = (
     "tokens are pending meanwhile, not orphaned"
 )
 _UNPAIRED = (
-    "This proxy asks the engine up to 0.4 s after its client asked, and sends the answer on with other bytes. What these "
-    "are worth is not known in the exporter's first seconds: clients of one burst are then taken for each other"
+    "This proxy asks the engine up to 0.4 s after its client asked, and sends the answer on with other bytes. What "
+    "these are worth is not known in the exporter's first seconds: clients of one burst are taken for each other then"
 )
 _LATE = (
     "The kernel shows it nearly two seconds after the last acknowledgement, and the next beat reads it: with a beat of "
