@@ -106,7 +106,7 @@ soak: parts $(VENV)/dev.stamp ## an hour of healthy traffic, in which every orph
 	$(BIN)/python -m tokengap.lab.soak --for $(or $(FOR),1h)
 
 .PHONY: bench
-bench: $(VENV)/dev.stamp ## measure every claim; each bench prints one JSON object
+bench: parts $(VENV)/dev.stamp ## measure every claim; each bench prints one JSON object
 	@for bench in bench/[a-z]*.py; do echo "== $$bench"; $(BIN)/python $$bench --json || exit 1; done
 
 .PHONY: clean

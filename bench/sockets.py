@@ -6,9 +6,10 @@ Streams are loopback connections between processes of their own, in two shapes::
     proxied    client -> hop -> engine    four, of which three are watched (the client's own is not)
 
 All streams exchange a few bytes before each round, then each way of reading takes its turn. The best of the rounds
-counts: what else the machine does can only make a turn slower. How the source grows from half the streams to all of
-them is taken from its processor time (the kernel's part is done in the reading thread), since on a busy machine a long
-turn is interrupted more often than a short one.
+counts: what else the machine does can only make a turn slower. ``beat`` is all that a beat does: read, decode, join,
+and render the page in its four forms. How the source and the beat grow from half the streams to all of them is taken
+from their processor time (the kernel's part is done in the reading thread), since on a busy machine a long turn is
+interrupted more often than a short one; ``memory_per_stream_bytes`` is what this process grew by meanwhile.
 """
 
 from __future__ import annotations
@@ -32,13 +33,20 @@ import psutil
 
 import tokengap.join
 from tokengap.readings import EnginePage, ProcessTable, Reading, Readings, SocketSnapshot
+from tokengap.series.render import render
 from tokengap.sources.sockets import Sockets
 from tokengap.topology import Endpoint, Engine, Hop, Topology
 
 REQUEST, ANSWER = b"q" * 300, b"a" * 500
 
 #: The most that a ratio may be, by the beginning of its name. The last is for twice the streams.
-BARS = {"ratio_ours_with_join_to_ss": 1.0, "ratio_ours_to_ss": 0.5, "ratio_ours_to_psutil": 0.2, "ratio_": 2.3}
+BARS = {
+    "ratio_beat_to_ss": 1.0,
+    "ratio_ours_with_join_to_ss": 1.0,
+    "ratio_ours_to_ss": 0.5,
+    "ratio_ours_to_psutil": 0.2,
+    "ratio_": 2.3,
+}
 
 
 class Joined:
@@ -65,8 +73,14 @@ class Joined:
             {"engine-1": Reading(now, value=page)},
             Reading(now, value=ProcessTable()),
         )
-        self._state, view = tokengap.join.step(self._state, readings)
-        return view.engines[0].open_streams
+        self._state, self._view = tokengap.join.step(self._state, readings)
+        return self._view.engines[0].open_streams
+
+    def beat(self, snapshot: SocketSnapshot, streams: int) -> int:
+        """The same, and the page of it."""
+        seen = self.step(snapshot, streams)
+        render(self._view)
+        return seen
 
 
 # --- the streams ----------------------------------------------------------------------------------------------------
@@ -208,14 +222,18 @@ def measure(shape: str, streams: int, rounds: int) -> dict[str, float]:
 
         joined = Joined(live)
 
-        def ours_with_join() -> None:
-            seen = joined.step(source.snapshot(live.listening, live.targets), open_streams)
+        def ours_with_join(do: Callable[[SocketSnapshot, int], int] = joined.step) -> None:
+            seen = do(source.snapshot(live.listening, live.targets), open_streams)
             if seen != open_streams:
                 raise SystemExit(f"{shape}: the join sees {seen} of {open_streams} streams")
+
+        def beat() -> None:
+            ours_with_join(joined.beat)
 
         ways: dict[str, Callable[[], object]] = {
             "ours": ours,
             "ours_with_join": ours_with_join,
+            "beat": beat,
             "ss": lambda: subprocess.run(["ss", "-tinH"], stdout=subprocess.DEVNULL, check=True),
             "psutil": lambda: psutil.net_connections("tcp"),
         }
@@ -223,22 +241,28 @@ def measure(shape: str, streams: int, rounds: int) -> dict[str, float]:
         def refresh() -> None:
             live.tell(0)
 
-        open_streams, processor = 0, {}
+        open_streams, processor, beats, memory = 0, {}, {}, {}
         for more in (streams // 2, streams - streams // 2):
             say(f"{shape}: opening {more} streams")
             live.tell(more)
             open_streams += more
             processor[open_streams] = take_turns({"ours": ours}, 3 * rounds, refresh, time.thread_time)["ours"]
-        for _ in range(3):  # streams are paired in the first beats; what counts is every beat after
-            refresh()
-            joined.step(source.snapshot(live.listening, live.targets), open_streams)
+            for _ in range(3):  # streams are paired in the first beats; what counts is every beat after
+                refresh()
+                joined.beat(source.snapshot(live.listening, live.targets), open_streams)
+            beats[open_streams] = take_turns({"beat": beat}, rounds, refresh, time.thread_time)["beat"]
+            memory[open_streams] = psutil.Process().memory_info().rss
         say(f"{shape}: taking turns")
         turns = take_turns(ways, rounds, refresh)
     return {
         **{f"seconds_{name}": seconds for name, seconds in turns.items()},
         **{f"seconds_processor_ours_{count}": seconds for count, seconds in processor.items()},
+        **{f"seconds_processor_beat_{count}": seconds for count, seconds in beats.items()},
+        "memory_per_stream_bytes": (memory[streams] - memory[streams // 2]) / (streams - streams // 2),
         "ratio_ours_to_ss": turns["ours"] / turns["ss"],
         "ratio_ours_with_join_to_ss": turns["ours_with_join"] / turns["ss"],
+        "ratio_beat_to_ss": turns["beat"] / turns["ss"],
+        f"ratio_beat_{streams}_to_{streams // 2}": beats[streams] / beats[streams // 2],
         "ratio_ours_to_psutil": turns["ours"] / turns["psutil"],
         f"ratio_{streams}_to_{streams // 2}": processor[streams] / processor[streams // 2],
     }
@@ -272,6 +296,8 @@ def main() -> None:
     for name, value in figures.items():
         if name.startswith("seconds"):
             print(f"{name:40} {value * 1000:8.1f} ms")
+        elif name.startswith("memory"):
+            print(f"{name:40} {value:8.0f} bytes")
         elif name.startswith("ratio"):
             bar = next(bar for beginning, bar in BARS.items() if name.startswith(beginning))
             print(f"{name:40} {value:8.3f}  (at most {bar})")
