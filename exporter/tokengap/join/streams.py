@@ -26,6 +26,7 @@ from tokengap.join.segments import (
     FOREIGN,
     HEADER_MOST,
     HEADER_SECONDS,
+    HEADER_USUAL,
     OWNED,
     SAME_INSTANT,
     SEGMENT,
@@ -65,6 +66,9 @@ UNSEEN_BEATS = 2.5
 #: The same for requests that were there before the exporter: their instants do not tell whether clients share a
 #: connection (HTTP/2), the frames that these send meanwhile will.
 NEVER_PAIRED_BEFORE_SECONDS = 10.0
+
+#: Milliseconds by which two ages of one socket may seem to differ: ticks of the kernel, rounded.
+TICKS = 8
 
 #: Seconds within which the process table answers its first question, if it ever does.
 FIRST_ANSWER_SECONDS = 2.5
@@ -485,6 +489,11 @@ def _born(
     base = answer - carriers.d_answer[at_rows] + taken[at_rows]
     if first_beat:  # what came before is not ours; a header, or what looks like one, tells that it may be over
         base = np.where(waiting[at_rows] & (answer <= HEADER_MOST), 0, answer)
+    # Where they came before the newest question, they are of a request that came and went since the beat before.
+    question_age, answer_age = ages(rows[at_rows], carriers.direct[at_rows])
+    passed = (now.known & ~now.ended)[at_rows] & (question_age >= 0) & (answer_age > question_age + TICKS)
+    passed_by = np.where(passed, answer - base, 0)
+    base += passed_by
     born["id"] = state.next_id + np.arange(len(at_rows))
     born["carrier"] = rows["cookie"][at_rows]
     born["netns"] = rows["netns"][at_rows]
@@ -518,7 +527,15 @@ def _born(
     born["client"] = UNSEEN
     header_like = (born["supply"] == 0) | (born["supply"] == known_header)
     born["trial"] = ~(waiting & header_like) | (replaced & carriers.early | carriers.cut)[at_rows]
-    return np.concatenate([seg, born]), state.next_id + len(at_rows)
+    brief = born[passed_by > HEADER_MOST]
+    brief["id"] = state.next_id + len(born) + np.arange(len(brief))
+    brief["supply"] = brief["arrived"] = passed_by[passed_by > HEADER_MOST]
+    brief["base_up"] -= brief["supply"]
+    brief["asked"] = brief["answered"] = brief["grew"] = brief["ended"] = at
+    brief["header"] = HEADER_USUAL
+    brief["fresh"] = body(brief)
+    brief["trial"] = brief["reused"] = True
+    return np.concatenate([seg, born, brief]), state.next_id + len(born) + len(brief)
 
 
 def _own(
