@@ -216,10 +216,11 @@ def advance(
     path = replace(path, client=np.where(doubtful, np.int8(UNSEEN), path.client))
 
     questions = _questions(state, seg, now)
+    kept = seg[stays(seg)]
     state = replace(
         state,
-        segments=seg[stays(seg)],
-        track=remember(state.track, now, seg["down"][stays(seg)]),
+        segments=kept,
+        track=remember(state.track, now, kept["down"]),
         at=at,
         next_id=next_id,
         foreign=np.intersect1d(foreign, now.rows["cookie"]),
@@ -527,9 +528,10 @@ def _born(
     born["client"] = UNSEEN
     header_like = (born["supply"] == 0) | (born["supply"] == known_header)
     born["trial"] = ~(waiting & header_like) | (replaced & carriers.early | carriers.cut)[at_rows]
-    brief = born[passed_by > HEADER_MOST]
+    more = passed_by > HEADER_MOST
+    brief = born[more]
     brief["id"] = state.next_id + len(born) + np.arange(len(brief))
-    brief["supply"] = brief["arrived"] = passed_by[passed_by > HEADER_MOST]
+    brief["supply"] = brief["arrived"] = passed_by[more]
     brief["base_up"] -= brief["supply"]
     brief["asked"] = brief["answered"] = brief["grew"] = brief["ended"] = at
     brief["header"] = HEADER_USUAL
