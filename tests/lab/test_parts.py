@@ -16,6 +16,7 @@ import pytest
 
 from lab.serving import until
 from tokengap.errors import SetupError
+from tokengap.lab import parts
 from tokengap.lab.parts import LOOPBACK, Part, free_port, free_ports, listens, running
 
 pytestmark = pytest.mark.e2e
@@ -74,6 +75,23 @@ async def test_a_port_that_is_taken_is_named(tmp_path: Path):
         with pytest.raises(SetupError, match=f"port {port} on {LOOPBACK} is taken"):
             async with running(server(port), tmp_path):
                 pytest.fail("the port is taken")
+
+
+def test_free_ports_are_no_clients():
+    """The kernel gives a client none of them, whoever connects before the server has it."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    assert max(ports) < lowest
+
+
+def test_a_port_that_is_held_is_not_free(monkeypatch: pytest.MonkeyPatch):
+    """Where there are no others, that is said."""
+    port = free_port()
+    monkeypatch.setattr(parts, "_SERVERS", range(port, port + 1))
+    assert free_ports(1) == [port]
+    with socket.create_server((LOOPBACK, port)), pytest.raises(SetupError, match=f"^1 free port.* {port}: 0$"):
+        free_ports(1)
 
 
 async def test_a_part_that_does_not_listen_to_sigterm_is_killed(tmp_path: Path):

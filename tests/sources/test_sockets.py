@@ -21,6 +21,7 @@ import pytest
 
 import tokengap
 from tokengap.errors import SourceRefused, SourceUnusable
+from tokengap.lab.parts import free_port
 from tokengap.readings import (
     CLOSE,
     CLOSE_WAIT,
@@ -66,7 +67,7 @@ def connect() -> Iterator[Callable[..., Pair]]:
         def pair(kind: str = "v4", server: socket.socket | None = None) -> Pair:
             family, bind, host = FAMILIES[kind]
             if server is None:
-                server = socket.create_server((bind, 0), family=family, dualstack_ipv6=bind == "::")
+                server = socket.create_server((bind, free_port()), family=family, dualstack_ipv6=bind == "::")
                 opened.enter_context(server)
             client = opened.enter_context(socket.create_connection((host, server.getsockname()[1])))
             served = opened.enter_context(server.accept()[0])
@@ -381,7 +382,7 @@ def test_events_that_did_not_fit_are_counted(connect: Callable[..., Pair], monke
     """When more sockets end than the kernel's queue holds, the overrun is counted, and later events come again."""
     monkeypatch.setattr(sock_diag, "_EVENTS_BACKLOG", 4096)
     with contextlib.closing(Sockets()) as source:
-        server = socket.create_server(("127.0.0.1", 0))
+        server = socket.create_server(("127.0.0.1", free_port()))
         with server:
             pairs = [connect(server=server) for _ in range(40)]
             ports = both(pairs[0])
@@ -404,7 +405,7 @@ def test_events_of_other_ports_do_not_fill_the_queue(
     """The socket filter keeps a busy host's other sockets out: many end, none is counted as lost."""
     monkeypatch.setattr(sock_diag, "_EVENTS_BACKLOG", 4096)
     watched = connect()
-    with contextlib.closing(Sockets()) as source, socket.create_server(("127.0.0.1", 0)) as server:
+    with contextlib.closing(Sockets()) as source, socket.create_server(("127.0.0.1", free_port())) as server:
         source.snapshot(*both(watched))
         for pair in [connect(server=server) for _ in range(40)]:
             pair.close()

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokengap.errors import SourceRefused, SourceUnusable
+from tokengap.lab.parts import free_port
 from tokengap.readings import CLOSE_WAIT, FIN_WAIT1, SOCKET, TIMER_PROBE, UNKNOWN, SocketTable
 from tokengap.sources import sock_diag, socket_fallbacks, sockets
 from tokengap.sources.socket_fallbacks import parse_proc, read_proc
@@ -50,7 +51,7 @@ def three_families() -> object:
             (socket.AF_INET6, "::1", "::1"),
             (socket.AF_INET6, "::", "127.0.0.1"),
         ):
-            server = socket.create_server((bind, 0), family=family, dualstack_ipv6=bind == "::")
+            server = socket.create_server((bind, free_port()), family=family, dualstack_ipv6=bind == "::")
             opened.enter_context(server)
             ports.append(server.getsockname()[1])
             client = opened.enter_context(socket.create_connection((host, ports[-1])))

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import random
 import resource
 import shutil
 import signal
@@ -27,6 +28,10 @@ from tokengap.errors import SetupError
 LOOPBACK = "127.0.0.1"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+#: Ports of servers for an hour: over the known ones, and under where ``ip_local_port_range`` begins on Linux.
+_SERVERS = range(15_000, 32_768)
+_random = random.SystemRandom()  # a test that seeds the common one would be given another process's ports
 
 #: Where Debian puts servers, which is on the path of root only.
 _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
@@ -179,12 +184,19 @@ def taken(port: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports on loopback that nobody used a moment ago, all different."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((LOOPBACK, 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Return ports on loopback that nobody uses, all different. SetupError when there are not so many.
+
+    They lie below those that the kernel gives to clients. One of these would be anybody's next client: before our
+    server has it, or beside it on another address, where who watches the port sees a socket too many.
+    """
+    ports: list[int] = []
+    for port in _random.sample(_SERVERS, k=len(_SERVERS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((LOOPBACK, port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise SetupError(f"{count} free ports on {LOOPBACK} from {_SERVERS.start} to {_SERVERS.stop - 1}: {len(ports)}")
 
 
 def free_port() -> int:
