@@ -398,6 +398,8 @@ def test_the_total_of_a_proxy_is_what_it_counted_while_somebody_could_know(
         pytest.param([(10, 50, 7), None, (12, 0, 1)], 1, id="restarted, and one left before it was read again"),
         pytest.param([(10, 50, 7), None, (12, 0, 7)], 7, id="restarted, and as many left again"),
         pytest.param([(10, 50, 7), (12, 2, 9)], 9, id="restarted at once"),
+        pytest.param([(10, 1, 2), (11.5, 1, 1)], 1, id="restarted, and was hardly up before"),
+        pytest.param([(10, 1, 2), (11.5, 2, 1)], 0, id="hardly up, and counters were cleared"),
         pytest.param([(10, 1, 7), (11, 1, 8)], 1, id="an uptime is told in whole seconds"),
         pytest.param([(10, 500, 7), (12, 440, 8)], 1, id="the clock was set back"),
         pytest.param([(10, 500, 7), (12, 502, 2), (14, 504, 3)], 1, id="counters were cleared"),

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokengap.lab.batching import Knobs
 from tokengap.lab.engine import EngineServer
 from tokengap.lab.gateway import gateway_app
-from tokengap.lab.parts import LOOPBACK
+from tokengap.lab.parts import LOOPBACK, free_port
 from tokengap.lab.truth import EngineControl, Truth
 
 
@@ -23,7 +23,7 @@ async def served(app: web.Application, *, cancel: bool = True) -> AsyncIterator[
     """Serve an app as the part's own main does, and yield its port."""
     runner = web.AppRunner(app, handler_cancellation=cancel, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, LOOPBACK, 0)
+    site = web.TCPSite(runner, LOOPBACK, free_port())
     await site.start()
     try:
         yield runner.addresses[0][1]

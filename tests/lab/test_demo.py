@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from lab.commands import ARTICLE, listening_below, started, tokengap
+from tokengap.chaos.faults import alive
 from tokengap.lab.parts import LOOPBACK, free_port, listens
 from tokengap.series.tokens import TOKENS_ORPHANED
 
@@ -77,7 +78,7 @@ async def test_it_shows_its_address_and_ends_when_told(number: signal.Signals):
         process.send_signal(number)
         await asyncio.wait_for(process.communicate(), 15)
     assert process.returncode == 0
-    assert [left for left in family if left.is_running() and left.status() != psutil.STATUS_ZOMBIE] == []
+    assert [left for left in family if alive(left)] == []
     assert [port for port in listening if await listens(port)] == []
 
 

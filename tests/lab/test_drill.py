@@ -12,6 +12,7 @@ import pytest
 
 from lab.commands import listening_below, started, tokengap
 from lab.serving import engine, gateway, until
+from tokengap.chaos.faults import alive
 from tokengap.errors import SettingsError
 from tokengap.lab.batching import Knobs
 from tokengap.lab.parts import LOOPBACK, free_port, listens
@@ -240,7 +241,7 @@ async def test_interrupted_it_leaves_nothing_behind(number: signal.Signals):
         process.send_signal(number)
         await asyncio.wait_for(process.communicate(), 15)
     assert process.returncode == 128 + number
-    assert [left for left in family if left.is_running() and left.status() != psutil.STATUS_ZOMBIE] == []
+    assert [left for left in family if alive(left)] == []
     assert [port for port in listening if await listens(port)] == []
 
 

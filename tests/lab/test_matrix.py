@@ -19,6 +19,7 @@ import pytest
 import replay
 from lab.commands import COMMAND, started, tokengap
 from lab.serving import at_rest, until
+from tokengap.chaos.faults import alive
 from tokengap.join import start, step
 from tokengap.lab.accuracy import UNEXPLAINED, Cell, Run, reason
 from tokengap.lab.batching import Knobs
@@ -163,7 +164,7 @@ async def test_interrupted_it_leaves_nothing_behind():
         process.send_signal(signal.SIGINT)
         await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 128 + signal.SIGINT
-    assert [left for left in family if left.is_running() and left.status() != psutil.STATUS_ZOMBIE] == []
+    assert [left for left in family if alive(left)] == []
 
 
 def _known(cell: Cell) -> bool:

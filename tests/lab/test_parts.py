@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -15,8 +16,8 @@ import psutil
 import pytest
 
 from lab.serving import until
+from tokengap.chaos.faults import alive
 from tokengap.errors import SetupError
-from tokengap.lab import parts
 from tokengap.lab.parts import LOOPBACK, Part, free_port, free_ports, listens, running
 
 pytestmark = pytest.mark.e2e
@@ -85,13 +86,29 @@ def test_free_ports_are_no_clients():
     assert max(ports) < lowest
 
 
-def test_a_port_that_is_held_is_not_free(monkeypatch: pytest.MonkeyPatch):
-    """Where there are no others, that is said."""
+def test_no_two_processes_are_given_a_port():
+    """Not even one that nobody listens on yet. And a process is given one again only after many others."""
+    ours = set(free_ports(50)) | set(free_ports(40))
+    assert len(ours) == 90
+    tell = "from tokengap.lab.parts import free_ports; print(*free_ports(100)); input()"
+    with contextlib.ExitStack() as running:
+        others: list[int] = []
+        for _ in range(3):
+            process = subprocess.Popen([sys.executable, "-c", tell], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            running.enter_context(process)
+            running.callback(process.terminate)
+            others += map(int, process.stdout.readline().split())
+        assert len(set(others)) == 300
+        assert not ours & set(others)
+
+
+def test_a_port_that_is_held_is_not_free():
+    """Where there are not as many, that is said."""
     port = free_port()
-    monkeypatch.setattr(parts, "_SERVERS", range(port, port + 1))
-    assert free_ports(1) == [port]
-    with socket.create_server((LOOPBACK, port)), pytest.raises(SetupError, match=f"^1 free port.* {port}: 0$"):
-        free_ports(1)
+    with socket.create_server((LOOPBACK, port)):
+        assert port not in free_ports(99)
+        with pytest.raises(SetupError, match=r"^not 100 free ports on 127.0.0.1, but 99 of 100$"):
+            free_ports(100)
 
 
 async def test_a_part_that_does_not_listen_to_sigterm_is_killed(tmp_path: Path):
@@ -169,7 +186,7 @@ async def test_nothing_survives_the_one_who_started_it(tmp_path: Path, number: s
     await asyncio.wait_for(parent.wait(), 10)
 
     async def gone() -> bool:
-        return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+        return not any(map(alive, family))
 
     await until(gone)
     assert not any([await listens(port) for port in ports])

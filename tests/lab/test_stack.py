@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from lab.commands import listening_below
+from tokengap.chaos.faults import alive
 from tokengap.lab.parts import listens
 
 pytestmark = pytest.mark.e2e
@@ -78,7 +79,7 @@ async def test_prometheus_has_the_rules_and_tells_alertmanager_and_ctrl_c_ends_a
     assert sum(len(group["rules"]) for group in groups if group["file"].endswith("/alerts/alerts.yml")) > 20
     assert any(group["file"].endswith("/alerts/recording.yml") for group in groups)
     assert (process.returncode, b"Traceback" in rest) == (0, False)
-    assert [left for left in family if left.is_running() and left.status() != psutil.STATUS_ZOMBIE] == []
+    assert [left for left in family if alive(left)] == []
     assert len(listening) == 6  # gateway, engine, exporter, Prometheus, Alertmanager, pager
     assert [port for port in listening if await listens(port)] == []
 

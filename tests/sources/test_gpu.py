@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tokengap.chaos.faults import alive
 from tokengap.gpu_readings import GpuSnapshot
 from tokengap.lab.nvml.fake import FakeNvml
 from tokengap.lab.nvml.profiles import P100, VERSION_MISMATCH, many
@@ -366,7 +367,7 @@ async def test_no_reader_outlives_its_exporter(nvml: FakeNvml, number: signal.Si
     parent.send_signal(number)
     await asyncio.wait_for(parent.wait(), 20)
     deadline = time.monotonic() + 20
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+    while alive(process):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
 

@@ -60,13 +60,17 @@ def _remember(memory: ProxyMemory, told: ProxySnapshot, at: float) -> ProxyMemor
 
 
 def _restarted(memory: ProxyMemory, told: ProxySnapshot, at: float) -> bool:
-    """Whether the proxy was started since it was read before: it is younger than that, and than it would be by now.
+    """Whether the proxy was started since it was read before: it is younger than that, and than it would be by now, or
+    has counted less.
 
     A clock that is set back makes HAProxy younger too, which counts by the wall; only not so young."""
     if memory.uptime is None or told.uptime is None:
         return False
     since = at - memory.at
-    return told.uptime <= min(since, memory.uptime + since - COARSE)
+    younger = told.uptime <= memory.uptime + since - COARSE
+    counted = ((memory.client_aborts.last, told.client_aborts), (memory.resets.last, told.resets))
+    fell = any(last is not None and now is not None and now < last for last, now in counted)
+    return told.uptime <= since and (younger or fell)
 
 
 def views(

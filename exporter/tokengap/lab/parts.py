@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import functools
+import itertools
 import os
 import random
 import resource
 import shutil
 import signal
 import socket
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +34,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 #: Ports of servers for an hour: over the known ones, and under where ``ip_local_port_range`` begins on Linux.
 _SERVERS = range(15_000, 32_768)
-_random = random.SystemRandom()  # a test that seeds the common one would be given another process's ports
+#: How many of them a process has for itself.
+_BLOCK = 100
+_claims: list[socket.socket] = []
+_random = random.SystemRandom()  # whoever seeds the common one does not mean this
 
 #: Where Debian puts servers, which is on the path of root only.
 _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
@@ -190,13 +196,34 @@ def free_ports(count: int) -> list[int]:
     server has it, or beside it on another address, where who watches the port sees a socket too many.
     """
     ports: list[int] = []
-    for port in _random.sample(_SERVERS, k=len(_SERVERS)):
+    for port in itertools.islice(_own_ports(os.getpid()), _BLOCK):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind((LOOPBACK, port))
             ports.append(port)
         if len(ports) == count:
             return ports
-    raise SetupError(f"{count} free ports on {LOOPBACK} from {_SERVERS.start} to {_SERVERS.stop - 1}: {len(ports)}")
+    raise SetupError(f"not {count} free ports on {LOOPBACK}, but {len(ports)} of {_BLOCK}")
+
+
+@functools.cache
+def _own_ports(_pid: int) -> Iterator[int]:
+    """Return this process's ports, round and round: no other that asks here is given them while this one lives.
+
+    The claim is a name of an abstract Unix socket (unix(7)): it is of one network namespace, as ports are, and goes
+    with the process.
+    """
+    blocks = range(_SERVERS.start, _SERVERS.stop - _BLOCK, _BLOCK)
+    for start in _random.sample(blocks, k=len(blocks)):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            if sys.platform == "linux":
+                claim.bind(f"\0tokengap-ports-{start}")
+        except OSError:
+            claim.close()
+        else:
+            _claims.append(claim)
+            return itertools.cycle(range(start, start + _BLOCK))
+    raise SetupError(f"all ports from {_SERVERS.start} to {_SERVERS.stop} are claimed")
 
 
 def free_port() -> int:
