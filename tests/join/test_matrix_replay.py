@@ -73,7 +73,6 @@ def last_with(views: list[View], out: float) -> Tokens:
 MISSING = {
     # Several short answers within a beat over one connection: only the newest request on it is seen.
     "direct-kept-connections": ("none streamed",),
-    "nginx-pooled-short-answers": ("none streamed",),
     # The exporter's first seconds: what LiteLLM's bytes are worth is not known yet, nor whose its late requests are.
     "litellm-leaking-fin": ("fin streamed",),
     # Recorded when fewer owners were asked for: of two connections it is not told whose they are.

@@ -114,22 +114,21 @@ def _lag(seg: Segments, to: To, now: Tracked, worth: NDArray[np.float64]) -> NDA
 
 
 def learn_ratio(ratio: NDArray[np.float64], seg: Segments, to: To, now: Tracked, at: float) -> NDArray[Any]:
-    """Take in what flowed in this beat, through each hop.
+    """Take in what flowed in this beat, through each hop: what came, and what was passed on, be it acknowledged or not.
 
     Pairs of one burst may still be confused: believe a pair that agrees with what is known, and all pairs of a hop
-    where nobody left, for then confusion does not change the sums. Both must have flowed for all of the beat, with
-    nothing under way at its beginning and its end.
+    where everything that moved did so for all of the beat and nobody left, for then confusion does not change the sums.
     """
     down, hop = to.down, to.hop
-    arrived, d_acked = seg["arrived"], now.d_acked[down]
-    drained = (now.rows["wqueue"][down] == 0) & (now.d_written[down] == d_acked)
-    drained &= (to.client == CONNECTED) & ~to.direct & ~to.top["shared"]
-    flows = drained & (d_acked > 0) & (arrived > 0) & (seg["answered"] < at) & np.isnan(seg["ended"])
-    expected = arrived * ratio[hop, 0] / ratio[hop, 1]
-    agrees = np.abs(d_acked - expected) <= AGREES * expected
-    calm = ~np.isin(hop, np.unique(hop[(to.client != CONNECTED) & ~to.direct]))
+    came, passed_on = seg["arrived"], now.d_written[down]
+    moved = ((came > 0) | (passed_on > 0)) & ~to.direct & (to.top["down"] > 0)
+    flows = moved & (to.client == CONNECTED) & ~to.top["shared"] & (came > 0) & (passed_on > 0)
+    flows &= (seg["answered"] < at) & np.isnan(seg["ended"]) & (now.d_received[down] == 0)
+    expected = came * ratio[hop, 0] / ratio[hop, 1]
+    agrees = np.abs(passed_on - expected) <= AGREES * expected
+    calm = ~np.isin(hop, np.unique(hop[moved & ~flows]))
     flows &= agrees | calm
     ratio = ratio.copy()
-    np.add.at(ratio, (hop[flows], 0), d_acked[flows])
-    np.add.at(ratio, (hop[flows], 1), arrived[flows])
+    np.add.at(ratio, (hop[flows], 0), passed_on[flows])
+    np.add.at(ratio, (hop[flows], 1), came[flows])
     return ratio

@@ -128,7 +128,7 @@ def end(
     for i in reset:
         add(int(streams.entered[i]), "cancelled")
     # A little that came at once, on a connection that stays: a poll, or a refusal. The model has not worked for it.
-    brief = there & ~answered & (seg["supply"] > 0) & np.isnan(seg["missed"]) & ~np.array(died)
+    brief = there & ~answered & np.isnan(seg["missed"]) & ~np.array(died)
     for i in np.setdiff1d(np.flatnonzero(there & ~brief), reset):
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")
     spare -= int(whole.sum())

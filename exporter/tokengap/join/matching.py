@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE
-from tokengap.join.pairing import SLOW_REQUEST, Amounts, Requests, by_volume, in_order, pair
+from tokengap.join.pairing import SLOW_REQUEST, TELLING_BYTES, Amounts, Requests, by_volume, in_order, pair
 from tokengap.join.segments import (
     HEADER_MOST,
     HEADER_SECONDS,
@@ -85,7 +85,7 @@ def _find_clients(
         trial = seg["trial"].copy()
         # First with the clients of before, for those that have closed by now still tell whose they were.
         burst = _sort_out(seg, now, mine, int(hop), ratio, at, blur)
-        _claim_closed(seg, now, side, burst, int(hop), ratio)
+        _claim_closed(seg, now, side, burst, int(hop), ratio, brief_of_over=True)
         _pair_free(seg, now, side, mine, int(hop), ratio, at, blur, guess)
         _share(seg, now, side, mine & ~guess, int(hop), before, at, blur, frames)
         burst = _sort_out(seg, now, mine, int(hop), ratio, at, blur)
@@ -98,11 +98,19 @@ def _find_clients(
 
 
 def _claim_closed(
-    seg: Segments, now: Tracked, side: Sides, burst: _Burst, hop: int, ratio: NDArray[np.float64]
+    seg: Segments,
+    now: Tracked,
+    side: Sides,
+    burst: _Burst,
+    hop: int,
+    ratio: NDArray[np.float64],
+    *,
+    brief_of_over: bool = False,
 ) -> None:
     """Give clients that came and went within one beat, or lost their stream to a wrong guess, the stream whose bytes
     they got. Their instants are not known, but the amount of a whole answer is; a small one, that may be a poll's, has
-    to agree to the byte."""
+    to agree to the byte. ``brief_of_over``: those who came and went within the beat are given what is over only, for
+    what flows may be of a client that is there."""
     loose = np.flatnonzero((side.down == hop) & now.ended & ~now.among(seg["down"]))
     if not len(loose):
         return
@@ -120,7 +128,10 @@ def _claim_closed(
         carriers = now.find(seg["carrier"][burst.rows[asking]])
         brief = (carriers >= 0) & now.ended[carriers] & ~now.known[carriers]
         earliest = np.where(brief, -np.inf, burst.asked_up[asking])
+        over = ~np.isnan(seg["ended"][burst.rows[asking]]) | burst.over[asking]
         for i, j in by_volume(up, down, tolerance=0.0):
+            if brief_of_over and not now.known[clients[j]] and not over[i]:
+                continue
             if not now.known[clients[j]] or ends[j] >= earliest[i]:  # else it had left by then
                 _join(seg, burst.rows[asking[i]], now, clients[j], hop)
 
@@ -299,7 +310,7 @@ def _sort_out(
     none; a client got as many, whose stream brought none
     the client got other amounts than its stream          clients between streams, so that amounts agree
     of two each got what the other's stream brought, to   their clients
-    the byte
+    the byte, in all or, where that is amiss, lately
     a client that closed had got what its stream did not  clients, so that it had a stream that brought as much or more
     more arrived than any proxy holds back, or a whole    the client goes to a stream that waits without one;
     answer, and the client never got a token              if there is none and the stream is over: it had left
@@ -307,7 +318,15 @@ def _sort_out(
     """
     tolerance = 2 * SAME_INSTANT + blur
     burst = _burst(seg, now, mine, hop, ratio, at, blur)
-    for rule in (_cut_together, _by_first_bytes, _by_amount, _to_the_byte, _left_midway, _never_fed):
+    for rule in (
+        _cut_together,
+        _by_first_bytes,
+        _by_amount,
+        _to_the_byte,
+        _lately_to_the_byte,
+        _left_midway,
+        _never_fed,
+    ):
         if len(burst.rows) < 2:
             break
         exchanged = list(rule(burst, tolerance))
@@ -331,12 +350,13 @@ def _sort_out(
 class _Burst:
     """The streams of one hop, with their clients, as far as pairs can be confused. ``rows`` are rows of the segments.
 
-    ``bytes_down`` is ``went_down`` as it was counted, not in upstream bytes. ``there``: the client is connected.
-    ``waits``: it got no more than a header. ``mute``: its stream brought no more. ``over``: its stream's carrier has
-    closed. ``amiss``: amounts differ by more than framing and what is under way. ``hungry``: more came than any proxy
-    holds back, or a whole answer at once, and it got nothing. ``unfed``: all bytes of its stream came at once, and it
-    got none. ``overfed``: it got more than its stream brought. ``slow``: seconds for which requests may have been on
-    their way through the proxy and amounts yet tell whose they are, for what bytes are worth behind it is known.
+    ``bytes_down`` and ``bytes_lately`` are ``went_down`` and ``went_lately`` as counted, not in upstream bytes.
+    ``there``: the client is connected. ``waits``: it got no more than a header. ``mute``: its stream brought no more.
+    ``over``: its stream's carrier has closed. ``amiss``: amounts differ by more than framing and what is under way.
+    ``hungry``: more came than any proxy holds back, or a whole answer at once, and it got nothing. ``unfed``: all bytes
+    of its stream came at once, and it got none. ``overfed``: it got more than its stream brought. ``slow``: seconds for
+    which requests may have been on their way through the proxy and amounts yet tell whose they are, for what bytes are
+    worth behind it is known.
     """
 
     rows: NDArray[np.intp]
@@ -345,6 +365,7 @@ class _Burst:
     came_up: NDArray[np.float64]
     came_lately: NDArray[np.float64]
     bytes_down: NDArray[np.float64]
+    bytes_lately: NDArray[np.float64]
     went_down: NDArray[np.float64]
     went_lately: NDArray[np.float64]
     seen: NDArray[np.bool_]
@@ -375,7 +396,7 @@ def _burst(
     bytes_down = np.where(seen, track["written"] - track["begun"], 0).astype(np.float64)
     went_down = bytes_down * per_byte
     waits = went_down <= HEADER_MOST
-    went_lately = np.where(seen, now.d_written[down], 0) * per_byte
+    bytes_lately = np.where(seen, now.d_written[down], 0).astype(np.float64)
     came_up = some["supply"].astype(np.float64)
     mute = np.isnan(some["answered"])
     unfed = ~mute & (some["grew"] == some["answered"]) & (went_down < came_up / 2)
@@ -392,8 +413,9 @@ def _burst(
         came_up=came_up,
         came_lately=some["arrived"].astype(np.float64),
         bytes_down=bytes_down,
+        bytes_lately=bytes_lately,
         went_down=went_down,
-        went_lately=went_lately,
+        went_lately=bytes_lately * per_byte,
         seen=seen,
         there=there,
         waits=waits,
@@ -424,8 +446,26 @@ def _by_amount(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.in
 
 
 def _to_the_byte(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
-    rows = np.flatnonzero(burst.seen)
-    came, got = burst.came_up[rows], burst.bytes_down[rows]
+    yield from _crossed(burst, np.flatnonzero(burst.seen), burst.came_up, burst.bytes_down, tolerance)
+
+
+def _lately_to_the_byte(burst: _Burst, tolerance: float) -> Iterator[tuple[np.intp, np.intp]]:
+    rows = np.flatnonzero(
+        burst.seen & burst.amiss & (np.maximum(burst.came_lately, burst.bytes_lately) > TELLING_BYTES)
+    )
+    yield from _crossed(burst, rows, burst.came_lately, burst.bytes_lately, tolerance)
+
+
+def _crossed(
+    burst: _Burst,
+    rows: NDArray[np.intp],
+    came: NDArray[np.float64],
+    got: NDArray[np.float64],
+    tolerance: float,
+) -> Iterator[tuple[np.intp, np.intp]]:
+    if not len(rows):
+        return
+    came, got = came[rows], got[rows]
     in_order = np.argsort(got, kind="stable")
     other = in_order[np.clip(np.searchsorted(got[in_order], came - 1), 0, len(rows) - 1)]
     # 1: a FIN counts as a byte. Both ways, for many have as much as many others.

@@ -26,6 +26,9 @@ from tokengap.topology import Endpoint, Topology
 
 _LOOPBACK_V4 = np.uint64(V4_MAPPED | 0x7F000000)
 _LOOPBACK_V6 = np.uint64(1)
+#: Milliseconds by which two ages of one socket may seem to differ: ticks of the kernel, rounded.
+TICKS = 8
+
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 #: What is remembered of a socket. ``asked`` is the instant of the newest request on it: of the last data sent towards
@@ -139,6 +142,8 @@ def follow(
 
     asks_anew = known & (d_received > 1)  # 1: the peer's FIN
     track["begun"] = np.where(asks_anew, past["written"], np.where(known | (before is None), past["begun"], 0))
+    before_it = asks_anew & ~ended & (rows["last_data_sent"] > rows["last_data_recv"] + TICKS) & (rows["wqueue"] == 0)
+    track["begun"] = np.where(before_it, track["written"], track["begun"])
 
     # Instants. A destroyed socket's ages count from its end, which we did not see: keep what was known.
     live = ~ended

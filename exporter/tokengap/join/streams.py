@@ -36,10 +36,12 @@ from tokengap.join.segments import (
     all_but_the_last,
     body,
     got_more_than_came,
+    seems_over,
     stays,
 )
 from tokengap.join.signs import Signs, Talk, listen, note_leavers, signs
 from tokengap.join.sockets import (
+    TICKS,
     Sides,
     Tracked,
     ages,
@@ -59,6 +61,9 @@ from tokengap.topology import Topology
 #: before this exporter started, or within its first beat.
 NEVER_PAIRED_SECONDS = 2.0
 
+#: How many of an engine's headers are remembered.
+HEADERS_KEPT = 32
+
 #: Beats without a look at the sockets from which on a request that came and went between two looks may have lost its
 #: client: its tokens are then nobody's (unattributed).
 UNSEEN_BEATS = 2.5
@@ -66,9 +71,6 @@ UNSEEN_BEATS = 2.5
 #: The same for requests that were there before the exporter: their instants do not tell whether clients share a
 #: connection (HTTP/2), the frames that these send meanwhile will.
 NEVER_PAIRED_BEFORE_SECONDS = 10.0
-
-#: Milliseconds by which two ages of one socket may seem to differ: ticks of the kernel, rounded.
-TICKS = 8
 
 #: Seconds within which the process table answers its first question, if it ever does.
 FIRST_ANSWER_SECONDS = 2.5
@@ -92,7 +94,7 @@ class StreamState:
     strangers: frozenset[tuple[int, bool]]  # (target, target is a hop) that others than hops call, too
     edges: frozenset[tuple[int, int, bool]]  # (hop, target, target is a hop): who forwards where
     ratio: NDArray[np.float64]
-    headers: NDArray[np.int64]  # size of the header that each engine sends before the first token, 0 not known
+    headers: NDArray[np.int64]  # sizes of the headers that each engine sent before a first token, the newest last
     questions: frozenset[int]  # inodes of carriers whose owner would settle something
     talk: Talk = field(default_factory=Talk)
     began: float = 0.0  # the first beat
@@ -156,7 +158,7 @@ def start(topology: Topology) -> StreamState:
         strangers=frozenset(),
         edges=frozenset(edges),
         ratio=np.full((len(topology.hops) + 1, 2), UNTOLD_BYTES),
-        headers=np.zeros(len(topology.engines), dtype=np.int64),
+        headers=np.zeros((len(topology.engines), HEADERS_KEPT), dtype=np.int64),
         questions=frozenset(),
     )
 
@@ -189,13 +191,16 @@ def advance(
     state, seg = _hear_owners(state, owners, now)
     foreign, edges = state.foreign, state.edges
     carriers = _carriers(now, side, foreign, edges)
+    _move_to_engines(seg, now, carriers, len(state.topology.hops))
     # No hop's after all, or an engine's socket whose other end is a hop's, where it is followed.
     row = now.find(seg["carrier"])
     ours = (seg["owner"] != FOREIGN) & ((row < 0) | carriers.is_carrier[row])
     seg, returned = seg[ours], seg[~ours]
-    seg, taken = _grow(seg, now, carriers, side.engine_side >= 0, state.headers, state.at, at, events=snapshot.events)
+    headers = _usual(state.headers)
+    seg, taken = _grow(state, seg, now, carriers, side.engine_side >= 0, headers, at, events=snapshot.events)
     await_clients(seg, now, engines, at)
-    headers = _learn_headers(seg, state.headers, at)
+    heard = _hear_headers(seg, state.headers, at)
+    headers = _usual(heard)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
     guess = _guesses(state, seg, at)
     find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames, state.at, guess)
@@ -226,7 +231,7 @@ def advance(
         foreign=np.intersect1d(foreign, now.rows["cookie"]),
         homes=state.homes[now.find(state.homes["cookie"]) >= 0],
         ratio=ratio,
-        headers=headers,
+        headers=heard,
         questions=questions,
         talk=talk,
         began=began,
@@ -287,6 +292,28 @@ def _hear_owners(state: StreamState, owners: Mapping[int, str], now: Tracked) ->
         edges=frozenset(edges),
     )
     return state, seg
+
+
+def _move_to_engines(seg: Segments, now: Tracked, carriers: _Carriers, hop: int) -> None:
+    """Follow what is no hop's, but of a client on this host, at the engine's end of its connection from now on.
+
+    ``hop``: the index that stands for "directly at the engine"."""
+    moving = np.flatnonzero(seg["owner"] == FOREIGN)
+    ends = np.flatnonzero(carriers.direct & ~now.ended)
+    if not len(moving) or not len(ends):
+        return
+    keys = connection_keys(now.rows[ends])
+    order = np.argsort(keys)
+    found = locate(keys[order], seg["far_end"][moving])
+    moving, ends = moving[found >= 0], ends[order[found[found >= 0]]]
+    fresh = ~now.among(seg["carrier"][np.isnan(seg["ended"])])[ends]
+    moving, ends = moving[fresh], ends[fresh]
+    seg["far_end"][moving] = connection_keys(now.rows[ends], reverse=True)
+    seg["carrier"][moving] = seg["down"][moving] = now.rows["cookie"][ends]
+    seg["hop"][moving], seg["owner"][moving], seg["owner_told"][moving] = hop, OWNED, True
+    seg["client"][moving], seg["shared"][moving] = UNSEEN, False
+    seg["acked"][moving] = seg["supply"][moving]
+    seg["gone"][moving] = seg["lag"][moving] = np.nan
 
 
 def _questions(state: StreamState, seg: Segments, now: Tracked) -> frozenset[int]:
@@ -375,12 +402,12 @@ def _carriers(
 
 
 def _grow(
+    state: StreamState,
     seg: Segments,
     now: Tracked,
     carriers: _Carriers,
     engine_side: NDArray[np.bool_],
     headers: NDArray[np.int64],
-    before: float,
     at: float,
     *,
     events: bool,
@@ -389,10 +416,10 @@ def _grow(
 
     Returns also, for each socket, how much of what arrived on it is taken.
     """
-    rows = now.find(seg["carrier"])
+    rows, before = now.find(seg["carrier"]), state.at
     here = rows >= 0
-    state = now.rows["state"][rows]
-    closing = here & ~now.ended[rows] & ((state == FIN_WAIT1) | ((state == CLOSE_WAIT) & ~carriers.direct[rows]))
+    tcp = now.rows["state"][rows]
+    closing = here & ~now.ended[rows] & ((tcp == FIN_WAIT1) | ((tcp == CLOSE_WAIT) & ~carriers.direct[rows]))
     flying = np.isnan(seg["ended"])
     arrived = np.where(flying, carriers.d_answer[rows], 0)
     arrived = np.where(closing & (arrived == 1), 0, arrived)  # the peer's FIN counts as a byte
@@ -402,8 +429,13 @@ def _grow(
     order = np.argsort(keys)
     far = locate(keys[order], seg["far_end"])
     told = flying & ~here & (far >= 0)
-    if told.any():
+    asked = carriers.d_question[rows]
+    if told.any() and state.track is not None:
         end = ends[order][far[told]]
+        past = state.track[locate(state.track["cookie"], seg["carrier"][told])]
+        asked[told] = end["bytes_received"] - np.where(
+            past["cookie"] == seg["carrier"][told], past["sent"], end["bytes_received"]
+        )
         total = np.minimum(end["bytes_acked"], end["bytes_sent"]) - seg["base_up"][told]
         arrived[told] = np.maximum(total - seg["supply"][told], 0)
     # More than a header is an answer, and so is anything to a question that stood for a while. What was asked after it
@@ -411,22 +443,35 @@ def _grow(
     known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
     most = np.where((seg["engine"] >= 0) & (known_header > 0), 2 * known_header, HEADER_MOST)
     answered = ~np.isnan(seg["answered"])
+    mute = flying & ~answered
     stood = seg["asked"] < before - (at - before) / 2
     spoken = (seg["supply"] > 0) | answered | (arrived > most) | ((arrived > 0) & stood)
-    asked_again = flying & here & spoken & (carriers.d_question[rows] > 0)
-    asked_again &= now.track["asked"][rows] > seg["asked"] + 0.1
+    # So is what the request before it was given, for it came in one beat with that one's.
+    passed_by = mute & (seg["supply"] == 0) & (seg["base_up"] > 0) & (seg["grew"] >= seg["asked"])
+    spoken |= passed_by
+    asked_again = flying & (here | told) & spoken & (asked > 0)
+    # Of a socket that is destroyed the instant is not known, and a FIN counts as a byte.
+    destroyed = now.ended[rows] | told
+    asked_again &= np.where(destroyed, asked > 1, now.track["asked"][rows] > seg["asked"] + 0.1)
     # Of what came since the beat before, the old answer has what came before the new question, by time. If its client
     # had closed by then, and lacked nothing, it was whole, and as long as what that client got.
     share = np.clip((now.track["asked"][rows] - before) / max(at - before, 1e-9), 0, 1)
     old = np.where(carriers.early[rows], arrived, np.round(arrived * share).astype(np.int64))
     served = (seg["client"] == GONE) & (seg["behind"] <= 0) & (answered | got_more_than_came(seg))
+    served |= (seg["client"] == GONE) & seems_over(seg)
     old = np.where(served, np.clip(seg["acked"] - seg["supply"], 0, arrived), old)
-    arrived = np.where(asked_again, old, arrived)
+    closed = now.find(seg["down"])
+    got = now.track["written"][closed] - now.track["begun"][closed]
+    just_closed = (closed >= 0) & now.ended[closed] & now.known[closed] & ~carriers.direct[rows]
+    old = np.where(just_closed & ~served, np.clip(got - seg["supply"], 0, arrived), old)
+    # A poll's answer came at once, as the next one's did now.
+    poll = asked_again & passed_by & (arrived <= most)
+    arrived = np.where(poll, 0, np.where(asked_again, old, arrived))
+    seg["trial"] |= poll
 
     before_ = body(seg)
     seg["supply"] += arrived
     seg["arrived"] = arrived
-    mute = flying & np.isnan(seg["answered"])
     alone = mute & here & ~now.ended[rows] & ~asked_again & carriers.early[rows] & (seg["supply"] <= most)
     seg["header"] = np.where(alone, seg["supply"], seg["header"])
     seg["fresh"] += body(seg) - before_
@@ -443,19 +488,32 @@ def _grow(
     seg["ended"] = np.where((over | asked_again) & flying, at, seg["ended"])
     seg["reused"] |= asked_again
     # A request that came in pieces is complete with its last one.
-    still_asking = here & flying & (seg["supply"] == 0) & ~now.ended[rows]
+    still_asking = here & flying & (seg["supply"] == 0) & ~now.ended[rows] & ~asked_again
     seg["asked"] = np.where(still_asking, now.track["asked"][rows], seg["asked"])
     taken = np.zeros(len(now.rows), dtype=np.int64)
     taken[rows[here]] = arrived[here]
     return seg, taken
 
 
-def _learn_headers(seg: Segments, headers: NDArray[np.int64], at: float) -> NDArray[np.int64]:
-    """Note the size of the header that an engine sent before the tokens that came now."""
+def _hear_headers(seg: Segments, headers: NDArray[np.int64], at: float) -> NDArray[np.int64]:
+    """Note the sizes of the headers that engines sent before the tokens that came now."""
+    told = (seg["answered"] == at) & (seg["header"] > 0) & (seg["engine"] >= 0) & ~seg["reused"]
     headers = headers.copy()
-    told = (seg["answered"] == at) & (seg["header"] > 0) & (seg["engine"] >= 0)
-    headers[seg["engine"][told]] = seg["header"][told]
+    for engine in np.unique(seg["engine"][told]):
+        sizes = seg["header"][told & (seg["engine"] == engine)]
+        headers[engine] = np.concatenate([headers[engine], sizes])[-HEADERS_KEPT:]
     return headers
+
+
+def _usual(headers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the size of each engine's header, 0 not known: of those noted the most frequent one, for the answer to a
+    poll that a request followed at once looks like one."""
+    usual = np.zeros(len(headers), dtype=np.int64)
+    for engine, noted in enumerate(headers):
+        sizes, times = np.unique(noted[noted > 0], return_counts=True)
+        if len(sizes):
+            usual[engine] = sizes[times.argmax()]
+    return usual
 
 
 def _born(
@@ -482,9 +540,12 @@ def _born(
     resumes = (carriers.d_answer > 1) & ~replaced  # 1: the peer's FIN
     begin = carriers.is_carrier & ~carrying & (new | (now.known & ~now.ended & (asks | resumes)))
     begin &= (rows["state"] == ESTABLISHED) | (now.ended & ~now.known)
+    # What an old connection brought after the stream that ended with it came and went since the beat before.
+    begin |= carriers.is_carrier & replaced & now.known & now.ended & (carriers.d_answer - taken > HEADER_MOST)
 
     at_rows = np.flatnonzero(begin)
     born = np.zeros(len(at_rows), dtype=SEGMENT)
+    born["engine"] = np.where(carriers.direct[at_rows], side.engine_side[at_rows], side.to_engine[at_rows])
     answer = np.maximum(carriers.answer[at_rows], 0)
     # Answer bytes of this beat are the new stream's, less what a stream that ended in this beat has taken.
     base = answer - carriers.d_answer[at_rows] + taken[at_rows]
@@ -492,8 +553,13 @@ def _born(
         base = np.where(waiting[at_rows] & (answer <= HEADER_MOST), 0, answer)
     # Where they came before the newest question, they are of a request that came and went since the beat before.
     question_age, answer_age = ages(rows[at_rows], carriers.direct[at_rows])
-    passed = (now.known & ~now.ended)[at_rows] & (question_age >= 0) & (answer_age > question_age + TICKS)
-    passed_by = np.where(passed, answer - base, 0)
+    passed = ~now.ended[at_rows] & (question_age >= 0) & (not first_beat)
+    whole = passed & (answer_age > question_age + TICKS)
+    # The newest of them may be this one's header: what came in one tick with the question is no more.
+    known_header = np.where(born["engine"] >= 0, headers[born["engine"]], 0) if len(headers) else np.zeros(len(born))
+    but_header = passed & ~whole & (answer_age >= question_age - TICKS) & (known_header > 0)
+    but_header &= answer - base > known_header
+    passed_by = np.where(whole, answer - base, np.where(but_header, answer - base - known_header, 0)).astype(np.int64)
     base += passed_by
     born["id"] = state.next_id + np.arange(len(at_rows))
     born["carrier"] = rows["cookie"][at_rows]
@@ -503,7 +569,6 @@ def _born(
     born["down"] = np.where(direct, born["carrier"], 0)
     born["hop"] = np.where(direct, len(state.topology.hops), -1)
     born["to_hop"] = np.where(direct, -1, side.to_hop[at_rows])
-    born["engine"] = np.where(carriers.direct[at_rows], side.engine_side[at_rows], side.to_engine[at_rows])
     at_home = locate(state.homes["cookie"], born["carrier"])
     born["owner_told"] = at_home >= 0
     if len(state.homes):  # nothing can be taken from an empty table
@@ -514,7 +579,6 @@ def _born(
     born["base_up"] = base
     born["supply"] = born["arrived"] = answer - base
     waiting = waiting[at_rows] & (born["supply"] <= HEADER_MOST)
-    known_header = headers[born["engine"]] if len(headers) else 0
     born["header"] = np.where(waiting, born["supply"], np.where(born["engine"] >= 0, known_header, 0))
     born["fresh"] = np.where(waiting, 0, body(born))
     born["answered"] = np.where(waiting, np.nan, at)
@@ -527,7 +591,7 @@ def _born(
     born["lag"] = np.nan
     born["client"] = UNSEEN
     header_like = (born["supply"] == 0) | (born["supply"] == known_header)
-    born["trial"] = ~(waiting & header_like) | (replaced & carriers.early | carriers.cut)[at_rows]
+    born["trial"] = ~(waiting & header_like) | (replaced & carriers.early | carriers.cut)[at_rows] | but_header
     more = passed_by > HEADER_MOST
     brief = born[more]
     brief["id"] = state.next_id + len(born) + np.arange(len(brief))
