@@ -98,7 +98,7 @@ def _asked_together(
     """Match requests by their instants; of equal amounts only, where ``alike``."""
     found: list[tuple[int, int]] = []
     at_once = AT_ONCE + blur
-    phases = ((True, at_once), (False, at_once), (True, tolerance), (False, tolerance), (None, tolerance))
+    phases = [(phase, after) for after in (at_once, tolerance) for phase in (True, False, None)]
     for phase, after in phases:
         ups = _free(up, [i for i, _ in taken + found], phase)
         downs = _free(down, [j for _, j in taken + found], phase)

@@ -61,6 +61,9 @@ from tokengap.topology import Topology
 #: before this exporter started, or within its first beat.
 NEVER_PAIRED_SECONDS = 2.0
 
+#: Bytes by which headers differ on both sides of a proxy, about.
+SLIP = 32
+
 #: How many of an engine's headers are remembered.
 HEADERS_KEPT = 32
 
@@ -453,17 +456,7 @@ def _grow(
     # Of a socket that is destroyed the instant is not known, and a FIN counts as a byte.
     destroyed = now.ended[rows] | told
     asked_again &= np.where(destroyed, asked > 1, now.track["asked"][rows] > seg["asked"] + 0.1)
-    # Of what came since the beat before, the old answer has what came before the new question, by time. If its client
-    # had closed by then, and lacked nothing, it was whole, and as long as what that client got.
-    share = np.clip((now.track["asked"][rows] - before) / max(at - before, 1e-9), 0, 1)
-    old = np.where(carriers.early[rows], arrived, np.round(arrived * share).astype(np.int64))
-    served = (seg["client"] == GONE) & (seg["behind"] <= 0) & (answered | got_more_than_came(seg))
-    served |= (seg["client"] == GONE) & seems_over(seg)
-    old = np.where(served, np.clip(seg["acked"] - seg["supply"], 0, arrived), old)
-    closed = now.find(seg["down"])
-    got = now.track["written"][closed] - now.track["begun"][closed]
-    just_closed = (closed >= 0) & now.ended[closed] & now.known[closed] & ~carriers.direct[rows]
-    old = np.where(just_closed & ~served, np.clip(got - seg["supply"], 0, arrived), old)
+    old = _of_the_old(state, seg, now, carriers, arrived, known_header, at)
     # A poll's answer came at once, as the next one's did now.
     poll = asked_again & passed_by & (arrived <= most)
     arrived = np.where(poll, 0, np.where(asked_again, old, arrived))
@@ -493,6 +486,40 @@ def _grow(
     taken = np.zeros(len(now.rows), dtype=np.int64)
     taken[rows[here]] = arrived[here]
     return seg, taken
+
+
+def _of_the_old(
+    state: StreamState,
+    seg: Segments,
+    now: Tracked,
+    carriers: _Carriers,
+    arrived: NDArray[np.int64],
+    known_header: NDArray[np.int64],
+    at: float,
+) -> NDArray[np.int64]:
+    """Return how much of what arrived is of each answer, and not of the one to a new question on its carrier.
+
+    As much as its client got, where that is told: one that asks nothing new, that closed just now, or that had closed
+    when it lacked nothing. Else what came before the new question, by time.
+    """
+    rows, down = now.find(seg["carrier"]), now.find(seg["down"])
+    asked, before = now.track["asked"][rows], state.at
+    share = np.clip((asked - before) / max(at - before, 1e-9), 0, 1)
+    by_time = np.where(carriers.early[rows], arrived, np.round(arrived * share)).astype(np.int64)
+
+    track, ended = now.track[down], now.ended[down]
+    alone = (track["asked"] <= seg["asked"] + 2 * SAME_INSTANT) | (track["begun"] == track["written"])
+    served = (seg["behind"] <= 0) & (~np.isnan(seg["answered"]) | got_more_than_came(seg))
+    served = (seg["client"] == GONE) & (served | seems_over(seg))
+    told = np.where(down < 0, served, (ended & now.known[down]) | (~ended & alone))
+    told &= ~np.isnan(seg["lag"]) & (seg["measured"] == seg["down"]) & ~seg["shared"] & (seg["carrier"] != seg["down"])
+    got = seg["acked"] + now.d_acked[down] + np.where(ended, 0, np.maximum(now.rows["wqueue"][down], 0))
+    worth = state.ratio[seg["hop"], 1] / state.ratio[seg["hop"], 0]
+    whole = seg["from_up"] + (got - seg["from_down"]) * worth - seg["owed"] + np.minimum(seg["level"], 0)
+    old = np.where(told, np.clip(np.round(whole - seg["supply"]), 0, arrived), by_time).astype(np.int64)
+    # The beginning of the new one may be its header.
+    header = told & (known_header > 0) & (np.abs(arrived - old - known_header) <= SLIP)
+    return np.where(header, np.maximum(arrived - known_header, 0), old)
 
 
 def _hear_headers(seg: Segments, headers: NDArray[np.int64], at: float) -> NDArray[np.int64]:
