@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tokengap.join.client import GONE, VANISHED
-from tokengap.join.segments import LAST_BYTES, Owned, Segments, body, in_flight, seems_over
+from tokengap.join.segments import LAST_BYTES, Owned, Segments, body, got_more_than_came, in_flight, seems_over
 from tokengap.join.silent import (
     STREAMED_BYTES,
     Doubt,
@@ -280,6 +280,7 @@ def settle(ledger: Ledger, streams: Owned, hops: tuple[str, ...]) -> tuple[Ledge
 
     has_all = (streams.client == GONE) & ~np.isnan(seg["answered"])
     has_all &= seg["behind"] <= np.minimum(LAST_BYTES, seg["acked"])
+    has_all |= (streams.client == GONE) & got_more_than_came(seg)
     delivered = np.where(ended & (listening | has_all), seg["tokens"], seg["tokens"] * (1 - late))
     delivered = np.where(streams.client >= 0, delivered, 0.0)
     useful = np.maximum(seg["useful"], np.minimum(delivered, seg["tokens"] - seg["orphaned"]))
