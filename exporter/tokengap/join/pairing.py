@@ -33,6 +33,9 @@ NEARLY_BYTES = 256
 #: Bytes of an answer, header included, from which on others are hardly as long to the byte.
 TELLING_BYTES = 1024
 
+#: Requests to be looked at for such exchanges, in one beat.
+MOST_STEPS = 10_000
+
 #: Seconds that it may take to send on a request that it does not hold back.
 SLOW_REQUEST = 0.5
 
@@ -77,8 +80,9 @@ def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -
     waited longest, first in, first out. ``blur`` is the seconds that the dump of the sockets took.
     """
     pairs = _asked_together(up, down, [], tolerance, blur, alike=True)
-    pairs += _heard_together(up, down, pairs, tolerance)
-    pairs += _asked_together(up, down, pairs, tolerance, blur, alike=False)
+    by_answer = _heard_together(up, down, pairs, tolerance)
+    by_instant = _asked_together(up, down, pairs + by_answer, tolerance, blur, alike=False)
+    pairs += _exchanged(up, down, by_answer + by_instant, pairs, tolerance, blur)
     pairs += _delayed(up, down, pairs)
     stalled = replace(down, heard=np.where(down.asks, down.heard, np.nan))
     pairs += _heard_together(up, stalled, pairs, tolerance, SLOWEST_PROXY)
@@ -106,6 +110,52 @@ def _asked_together(
         pairs = in_order(up.asked[ups], down.asked[downs], tolerance, after, fits)
         found += [(ups[i], downs[j]) for i, j in pairs]
     return found
+
+
+def _exchanged(
+    up: Requests,
+    down: Requests,
+    pairs: list[tuple[int, int]],
+    taken: list[tuple[int, int]],
+    tolerance: float,
+    blur: float,
+) -> list[tuple[int, int]]:
+    """Exchange clients, all within the instants, until no request and no client are left that this would pair.
+
+    From each request without a client by way of those that have one which it might have, to a client without a request:
+    an augmenting path, breadth first.
+    """
+    client, request = dict(pairs), {j: i for i, j in pairs}
+    asking = down.asks.copy()
+    asking[[j for _, j in taken]] = False
+    clients = np.flatnonzero(asking)[np.argsort(down.asked[asking], kind="stable")]
+    asked = down.asked[clients]
+    first = np.searchsorted(asked, up.asked - tolerance)
+    last = np.searchsorted(asked, up.asked + AT_ONCE + blur, side="right")
+    tried = np.zeros(len(clients), dtype=np.bool_)  # what leads nowhere does so from everywhere
+    steps = 0
+    for start in _free(up, [i for i, _ in pairs + taken], None):
+        came_from: dict[int, int] = {}
+        way = deque([start])
+        found: int | None = None
+        while way and found is None and steps < MOST_STEPS:
+            i, steps = way.popleft(), steps + 1
+            near = first[i] + np.flatnonzero(~tried[first[i] : last[i]])
+            tried[near] = True
+            for j in clients[near].tolist():
+                came_from[j] = i
+                if j not in request:
+                    found = j
+                    break
+                way.append(request[j])
+        if found is not None:
+            tried[:] = False
+        while found is not None:
+            i = came_from[found]
+            given_up = client.get(i)
+            client[i], request[found] = found, i
+            found = given_up
+    return list(client.items())
 
 
 def _heard_together(

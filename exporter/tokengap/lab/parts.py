@@ -34,8 +34,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 #: Ports of servers for an hour: over the known ones, and under where ``ip_local_port_range`` begins on Linux.
 _SERVERS = range(15_000, 32_768)
-#: How many of them a process has for itself.
-_BLOCK = 100
+#: How many of them a process has for itself. A port that a server has closed on its clients is in use for a minute.
+_BLOCK = 500
 _claims: list[socket.socket] = []
 _random = random.SystemRandom()  # whoever seeds the common one does not mean this
 
