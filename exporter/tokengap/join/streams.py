@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from tokengap.join.client import GONE, VANISHED, Downstream, client_states
 from tokengap.join.delivery import UNTOLD_BYTES, deliver, learn_ratio
+from tokengap.join.growth import HEADERS_KEPT, Before, Carriers, find_carriers, grow, hear_headers, usual
 from tokengap.join.matching import find_clients
 from tokengap.join.rest import InEngine, await_clients, believe_brief, end_finished
 from tokengap.join.segments import (
     FOREIGN,
     HEADER_MOST,
-    HEADER_SECONDS,
     HEADER_USUAL,
     OWNED,
     SAME_INSTANT,
@@ -35,8 +35,6 @@ from tokengap.join.segments import (
     Segments,
     all_but_the_last,
     body,
-    got_more_than_came,
-    seems_over,
     stays,
 )
 from tokengap.join.signs import Signs, Talk, listen, note_leavers, signs
@@ -45,27 +43,19 @@ from tokengap.join.sockets import (
     Sides,
     Tracked,
     ages,
-    caller_keys,
     connection_keys,
     follow,
     locate,
     nobody,
-    on_this_host,
     remember,
     sides,
 )
-from tokengap.readings import CLOSE_WAIT, ESTABLISHED, FIN_WAIT1, SocketSnapshot, SocketTable
+from tokengap.readings import ESTABLISHED, SocketSnapshot, SocketTable
 from tokengap.topology import Topology
 
 #: Seconds after which an upstream request that a hop surely owns and that never had a client is an orphan: it was left
 #: before this exporter started, or within its first beat.
 NEVER_PAIRED_SECONDS = 2.0
-
-#: Bytes by which headers differ on both sides of a proxy, about.
-SLIP = 32
-
-#: How many of an engine's headers are remembered.
-HEADERS_KEPT = 32
 
 #: Beats without a look at the sockets from which on a request that came and went between two looks may have lost its
 #: client: its tokens are then nobody's (unattributed).
@@ -193,17 +183,18 @@ def advance(
 
     state, seg = _hear_owners(state, owners, now)
     foreign, edges = state.foreign, state.edges
-    carriers = _carriers(now, side, foreign, edges)
+    carriers = find_carriers(now, side, foreign, edges)
     _move_to_engines(seg, now, carriers, len(state.topology.hops))
     # No hop's after all, or an engine's socket whose other end is a hop's, where it is followed.
     row = now.find(seg["carrier"])
     ours = (seg["owner"] != FOREIGN) & ((row < 0) | carriers.is_carrier[row])
     seg, returned = seg[ours], seg[~ours]
-    headers = _usual(state.headers)
-    seg, taken = _grow(state, seg, now, carriers, side.engine_side >= 0, headers, at, events=snapshot.events)
+    headers = usual(state.headers)
+    before = Before(state.track, state.at, state.ratio)
+    seg, taken = grow(before, seg, now, carriers, side.engine_side >= 0, headers, at, events=snapshot.events)
     await_clients(seg, now, engines, at)
-    heard = _hear_headers(seg, state.headers, at)
-    headers = _usual(heard)
+    heard = hear_headers(seg, state.headers, at)
+    headers = usual(heard)
     seg, next_id = _born(state, seg, now, side, carriers, taken, headers, at)
     guess = _guesses(state, seg, at)
     find_clients(seg, now, side, edges, state.ratio, at, blur, state.talk.frames, state.at, guess)
@@ -297,7 +288,7 @@ def _hear_owners(state: StreamState, owners: Mapping[int, str], now: Tracked) ->
     return state, seg
 
 
-def _move_to_engines(seg: Segments, now: Tracked, carriers: _Carriers, hop: int) -> None:
+def _move_to_engines(seg: Segments, now: Tracked, carriers: Carriers, hop: int) -> None:
     """Follow what is no hop's, but of a client on this host, at the engine's end of its connection from now on.
 
     ``hop``: the index that stands for "directly at the engine"."""
@@ -348,207 +339,12 @@ def _guesses(state: StreamState, seg: Segments, at: float) -> NDArray[np.bool_]:
     return np.asarray(disputed & (seg["carrier"] != seg["down"]) & ~seg["owner_told"], dtype=np.bool_)
 
 
-@dataclass(frozen=True, slots=True)
-class _Carriers:
-    """Per socket row: is it a carrier, does it belong to the engine itself, how much question and answer it carried.
-
-    ``early``: the newest answer byte came right after the newest question, as a header does. ``waiting``: a question
-    was sent and its answer, other than a header, has not begun. ``asked``: any question was ever sent. ``cut``: the
-    engine's end of a connection that came and went since the beat before, of whose other end, on this host, nothing
-    was told: HAProxy lets go of an engine by a reset, which wipes its own socket.
-    """
-
-    is_carrier: NDArray[np.bool_]
-    direct: NDArray[np.bool_]
-    d_question: NDArray[np.int64]
-    d_answer: NDArray[np.int64]
-    answer: NDArray[np.int64]
-    early: NDArray[np.bool_]
-    waiting: NDArray[np.bool_]
-    asked: NDArray[np.bool_]
-    cut: NDArray[np.bool_]
-
-
-def _carriers(
-    now: Tracked, side: Sides, foreign: NDArray[np.uint64], edges: frozenset[tuple[int, int, bool]]
-) -> _Carriers:
-    """Tell which sockets carry answers, and which way round question and answer go on each."""
-    rows = now.rows
-    fronted = [target for _, target, is_hop in edges if not is_hop]
-    upstream = (np.isin(side.to_engine, fronted) | (side.to_hop >= 0)) & ~np.isin(rows["cookie"], foreign)
-
-    # An engine's own socket counts only when its other end is not an upstream socket that is followed already.
-    direct = side.engine_side >= 0
-    if direct.any() and upstream.any():
-        followed = np.sort(connection_keys(rows[upstream], reverse=True))
-        direct[direct] = locate(followed, connection_keys(rows[direct])) < 0
-        if rows["netns"].any():  # between namespaces addresses may be translated
-            followed = np.sort(caller_keys(rows[upstream], "src", side.to_engine[upstream]))
-            direct[direct] = locate(followed, caller_keys(rows[direct], "dst", side.engine_side[direct])) < 0
-
-    cut = direct & now.ended & ~now.known & np.isin(side.engine_side, fronted) & on_this_host(rows, "dst")
-    if cut.any():
-        cut[cut] = locate(np.sort(connection_keys(rows, reverse=True)), connection_keys(rows[cut])) < 0
-
-    d_question = np.where(direct, now.d_received, now.d_sent)
-    d_answer = np.where(direct, now.d_written, now.d_received)
-    answer = np.where(direct, now.track["written"], now.track["received"])
-    question_age, answer_age = ages(rows, direct)
-    # A question of this beat may have its header already. An older one with a small early answer looks the same as a
-    # poll that was answered at once: that is for :func:`~tokengap.join.rest.end_finished` to tell.
-    early = answer_age >= question_age - 1e3 * HEADER_SECONDS
-    recent = ~now.known | (d_question > 0)
-    small = np.where(now.known, d_answer, answer) <= HEADER_MOST
-    waiting = (question_age < answer_age) | (recent & early & small) | (question_age < 0)
-    asked = np.where(direct, rows["bytes_received"], rows["bytes_sent"]) != 0
-    return _Carriers(upstream | direct, direct, d_question, d_answer, answer, early, waiting & asked, asked, cut)
-
-
-def _grow(
-    state: StreamState,
-    seg: Segments,
-    now: Tracked,
-    carriers: _Carriers,
-    engine_side: NDArray[np.bool_],
-    headers: NDArray[np.int64],
-    at: float,
-    *,
-    events: bool,
-) -> tuple[Segments, NDArray[np.int64]]:
-    """Add what arrived to the streams in flight; end those whose socket is destroyed or carries a new request.
-
-    Returns also, for each socket, how much of what arrived on it is taken.
-    """
-    rows, before = now.find(seg["carrier"]), state.at
-    here = rows >= 0
-    tcp = now.rows["state"][rows]
-    closing = here & ~now.ended[rows] & ((tcp == FIN_WAIT1) | ((tcp == CLOSE_WAIT) & ~carriers.direct[rows]))
-    flying = np.isnan(seg["ended"])
-    arrived = np.where(flying, carriers.d_answer[rows], 0)
-    arrived = np.where(closing & (arrived == 1), 0, arrived)  # the peer's FIN counts as a byte
-    # A socket that its own process reset (HAProxy does) is wiped before its end is told. The engine's end is not.
-    ends = now.rows[now.ended & engine_side]
-    keys = connection_keys(ends)
-    order = np.argsort(keys)
-    far = locate(keys[order], seg["far_end"])
-    told = flying & ~here & (far >= 0)
-    asked = carriers.d_question[rows]
-    if told.any() and state.track is not None:
-        end = ends[order][far[told]]
-        past = state.track[locate(state.track["cookie"], seg["carrier"][told])]
-        asked[told] = end["bytes_received"] - np.where(
-            past["cookie"] == seg["carrier"][told], past["sent"], end["bytes_received"]
-        )
-        total = np.minimum(end["bytes_acked"], end["bytes_sent"]) - seg["base_up"][told]
-        arrived[told] = np.maximum(total - seg["supply"][told], 0)
-    # More than a header is an answer, and so is anything to a question that stood for a while. What was asked after it
-    # is another question.
-    known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
-    most = np.where((seg["engine"] >= 0) & (known_header > 0), 2 * known_header, HEADER_MOST)
-    answered = ~np.isnan(seg["answered"])
-    mute = flying & ~answered
-    stood = seg["asked"] < before - (at - before) / 2
-    spoken = (seg["supply"] > 0) | answered | (arrived > most) | ((arrived > 0) & stood)
-    # So is what the request before it was given, for it came in one beat with that one's.
-    passed_by = mute & (seg["supply"] == 0) & (seg["base_up"] > 0) & (seg["grew"] >= seg["asked"])
-    spoken |= passed_by
-    asked_again = flying & (here | told) & spoken & (asked > 0)
-    # Of a socket that is destroyed the instant is not known, and a FIN counts as a byte.
-    destroyed = now.ended[rows] | told
-    asked_again &= np.where(destroyed, asked > 1, now.track["asked"][rows] > seg["asked"] + 0.1)
-    old = _of_the_old(state, seg, now, carriers, arrived, known_header, at)
-    # A poll's answer came at once, as the next one's did now.
-    poll = asked_again & passed_by & (arrived <= most)
-    arrived = np.where(poll, 0, np.where(asked_again, old, arrived))
-    seg["trial"] |= poll
-
-    before_ = body(seg)
-    seg["supply"] += arrived
-    seg["arrived"] = arrived
-    alone = mute & here & ~now.ended[rows] & ~asked_again & carriers.early[rows] & (seg["supply"] <= most)
-    seg["header"] = np.where(alone, seg["supply"], seg["header"])
-    seg["fresh"] += body(seg) - before_
-    first = mute & (arrived > 0) & ~alone
-    seg["answered"] = np.where(first, at, seg["answered"])
-    seg["grew"] = np.where(arrived > 0, at, seg["grew"])
-
-    # A dump is not atomic, and the event of a socket's end may come a moment after the socket is gone.
-    missed = flying & (~here | closing | now.ended[rows])
-    down = now.find(seg["down"])
-    both = (seg["down"] > 0) & ((down < 0) | now.ended[down])
-    over = missed & (here | told | both | ~events | ~np.isnan(seg["missed"]))
-    seg["missed"] = np.where(missed, np.where(np.isnan(seg["missed"]), at, seg["missed"]), np.nan)
-    seg["ended"] = np.where((over | asked_again) & flying, at, seg["ended"])
-    seg["reused"] |= asked_again
-    # A request that came in pieces is complete with its last one.
-    still_asking = here & flying & (seg["supply"] == 0) & ~now.ended[rows] & ~asked_again
-    seg["asked"] = np.where(still_asking, now.track["asked"][rows], seg["asked"])
-    taken = np.zeros(len(now.rows), dtype=np.int64)
-    taken[rows[here]] = arrived[here]
-    return seg, taken
-
-
-def _of_the_old(
-    state: StreamState,
-    seg: Segments,
-    now: Tracked,
-    carriers: _Carriers,
-    arrived: NDArray[np.int64],
-    known_header: NDArray[np.int64],
-    at: float,
-) -> NDArray[np.int64]:
-    """Return how much of what arrived is of each answer, and not of the one to a new question on its carrier.
-
-    As much as its client got, where that is told: one that asks nothing new, that closed just now, or that had closed
-    when it lacked nothing. Else what came before the new question, by time.
-    """
-    rows, down = now.find(seg["carrier"]), now.find(seg["down"])
-    asked, before = now.track["asked"][rows], state.at
-    share = np.clip((asked - before) / max(at - before, 1e-9), 0, 1)
-    by_time = np.where(carriers.early[rows], arrived, np.round(arrived * share)).astype(np.int64)
-
-    track, ended = now.track[down], now.ended[down]
-    alone = (track["asked"] <= seg["asked"] + 2 * SAME_INSTANT) | (track["begun"] == track["written"])
-    served = (seg["behind"] <= 0) & (~np.isnan(seg["answered"]) | got_more_than_came(seg))
-    served = (seg["client"] == GONE) & (served | seems_over(seg))
-    told = np.where(down < 0, served, (ended & now.known[down]) | (~ended & alone))
-    told &= ~np.isnan(seg["lag"]) & (seg["measured"] == seg["down"]) & ~seg["shared"] & (seg["carrier"] != seg["down"])
-    got = seg["acked"] + now.d_acked[down] + np.where(ended, 0, np.maximum(now.rows["wqueue"][down], 0))
-    worth = state.ratio[seg["hop"], 1] / state.ratio[seg["hop"], 0]
-    whole = seg["from_up"] + (got - seg["from_down"]) * worth - seg["owed"] + np.minimum(seg["level"], 0)
-    old = np.where(told, np.clip(np.round(whole - seg["supply"]), 0, arrived), by_time).astype(np.int64)
-    # The beginning of the new one may be its header.
-    header = told & (known_header > 0) & (np.abs(arrived - old - known_header) <= SLIP)
-    return np.where(header, np.maximum(arrived - known_header, 0), old)
-
-
-def _hear_headers(seg: Segments, headers: NDArray[np.int64], at: float) -> NDArray[np.int64]:
-    """Note the sizes of the headers that engines sent before the tokens that came now."""
-    told = (seg["answered"] == at) & (seg["header"] > 0) & (seg["engine"] >= 0) & ~seg["reused"]
-    headers = headers.copy()
-    for engine in np.unique(seg["engine"][told]):
-        sizes = seg["header"][told & (seg["engine"] == engine)]
-        headers[engine] = np.concatenate([headers[engine], sizes])[-HEADERS_KEPT:]
-    return headers
-
-
-def _usual(headers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the size of each engine's header, 0 not known: of those noted the most frequent one, for the answer to a
-    poll that a request followed at once looks like one."""
-    usual = np.zeros(len(headers), dtype=np.int64)
-    for engine, noted in enumerate(headers):
-        sizes, times = np.unique(noted[noted > 0], return_counts=True)
-        if len(sizes):
-            usual[engine] = sizes[times.argmax()]
-    return usual
-
-
 def _born(
     state: StreamState,
     seg: Segments,
     now: Tracked,
     side: Sides,
-    carriers: _Carriers,
+    carriers: Carriers,
     taken: NDArray[np.int64],
     headers: NDArray[np.int64],
     at: float,
