@@ -174,8 +174,12 @@ def _heard_together(
 
 def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Match answers that flow to clients that get one, where the proxy took its time to ask: those that are equally
-    long, then in their order; none before its client had asked."""
-    flows_up, flows_down = (np.logical_and(side.answered, side.open) & side.asks for side in (up, down))
+    long, then in their order; none before its client had asked. Where as many long ones flow on both sides they are
+    each other's, whatever else is known of them."""
+    flows_up, flows_down = (side.answered & side.asks & (side.got > TELLING_BYTES) for side in (up, down))
+    flows_up[[i for i, _ in pairs]] = flows_down[[j for _, j in pairs]] = False
+    if flows_up.sum() != flows_down.sum():
+        flows_up, flows_down = (side.answered & side.asks & side.open for side in (up, down))
     return _in_turn(up, down, flows_up, flows_down, pairs, partial(_asked_before, up, down, after=0.0))
 
 
