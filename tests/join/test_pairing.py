@@ -66,6 +66,21 @@ def test_a_slow_proxy_asks_late_and_its_answers_find_their_clients_while_they_fl
     assert pairs([0.3], [0.0], never=[False], held=[True], up_answered=[True], down_answered=[True]) == []
 
 
+def test_as_many_long_answers_on_both_sides_are_each_others():
+    """LiteLLM when it has just started: nothing else is known yet, and its bytes are other ones. One more on one side,
+    and none of them is given away."""
+    downs, ups = [1.1, 1.15, 1.2, 1.25], [1.56, 1.57, 1.58, 1.59]
+    got_up, got_down = [8557, 8563, 8570, 8069], [3012, 3014, 3025, 3011]
+
+    def found(n):
+        up = requests(ups, [True] * 4, [False] * 4, [2265] * 4, got_up)
+        down = requests(downs[:n], [True] * n, [True] * n, [1905] * n, got_down[:n])
+        return sorted(pair(up, down, tolerance=0.05))
+
+    assert found(4) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert found(3) == []
+
+
 def test_what_a_proxy_queued_goes_out_first_in_first_out():
     """Requests that HAProxy passes on late (maxconn) belong to the clients that have been held longest."""
     assert pairs([20.0, 21.0], [15.0, 16.0, 17.0], held=[True, True, True]) == [(0, 0), (1, 1)]

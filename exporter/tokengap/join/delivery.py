@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED, GONE, VANISHED
-from tokengap.join.segments import HELD_BACK, Segments, body
+from tokengap.join.segments import HELD_BACK, LAST_BYTES, Segments, body
 from tokengap.join.sockets import Tracked
 
 #: The share of received bytes by which a client may seem to fall behind without being behind.
@@ -74,7 +74,12 @@ def deliver(
     level = np.where(to.listens, np.minimum(seg["lag"], seg["level"] + drift), seg["level"])
     seg["level"] = np.where(new, 0.0, level)
     everything = body(seg)
-    seg["behind"] = np.where(seen, np.clip(seg["lag"] - seg["level"], 0, everything), everything)
+    # A dump is not atomic: at first a client may seem to have more than came. Who closed with as much as all of its
+    # answer lacks nothing, whatever was measured since then.
+    rest = seg["supply"] - top["acked"] * worth
+    whole = (client == GONE) & ~to.direct & ~top["shared"] & (np.abs(rest) <= LAST_BYTES)
+    lacks = np.where(whole, np.minimum(seg["lag"] - seg["level"], rest), seg["lag"] - seg["level"])
+    seg["behind"] = np.where(seen, np.clip(lacks, 0, everything), everything)
 
     fin = (down >= 0) & ~now.ended[down] & (client == GONE)
     seg["may_read"] = fin & (np.isnan(seg["answered"]) | (seg["answered"] == at)) & ~to.direct

@@ -127,8 +127,10 @@ def end(
     whole[reset] = False
     for i in reset:
         add(int(streams.entered[i]), "cancelled")
-    # A little that came at once, on a connection that stays: a poll, or a refusal. The model has not worked for it.
-    brief = there & ~answered & np.isnan(seg["missed"]) & ~np.array(died)
+    # A little that came at once, on a connection that stays or stayed a while: a poll, or a refusal. The model has not
+    # worked for it.
+    came = (seg["supply"] > 0) | ((seg["base_up"] > 0) & (seg["grew"] >= seg["asked"]))
+    brief = there & ~answered & (np.isnan(seg["missed"]) | (came & (seg["asked"] < at - beat))) & ~np.array(died)
     for i in np.setdiff1d(np.flatnonzero(there & ~brief), reset):
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")
     spare -= int(whole.sum())

@@ -127,7 +127,8 @@ def grow(
     asked_again, passed_by = _asked_again(before, seg, now, came, arrived, most, at)
     old = _of_the_old(before, seg, now, carriers, arrived, header, at)
     # A poll's answer came at once, as the next one's did now.
-    poll = asked_again & passed_by & (arrived <= most)
+    at_once = passed_by | (mute & (seg["supply"] <= most) & (header > 0) & carriers.early[rows])
+    poll = asked_again & at_once & (arrived <= most)
     arrived = np.where(poll, 0, np.where(asked_again, old, arrived))
     seg["trial"] |= poll
 

@@ -178,7 +178,7 @@ def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list
     each other's, whatever else is known of them."""
     flows_up, flows_down = (side.answered & side.asks & (side.got > TELLING_BYTES) for side in (up, down))
     flows_up[[i for i, _ in pairs]] = flows_down[[j for _, j in pairs]] = False
-    if flows_up.sum() != flows_down.sum():
+    if not flows_up.any() or flows_up.sum() != flows_down.sum():
         flows_up, flows_down = (side.answered & side.asks & side.open for side in (up, down))
     return _in_turn(up, down, flows_up, flows_down, pairs, partial(_asked_before, up, down, after=0.0))
 
