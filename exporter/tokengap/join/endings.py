@@ -93,6 +93,7 @@ def end(
     beat: float,
     last: int,
     at_once: bool,
+    events: bool,
 ) -> tuple[Fates, NDArray[np.bool_], tuple[Left, ...]]:
     """Count this beat's endings.
 
@@ -139,6 +140,10 @@ def end(
 
     # A connection that is kept after the client left, or used again, has brought its answer to the end.
     sure = answered & np.isnan(seg["missed"])
+    if not events:  # nothing tells what two sockets carried that went together: where the engine finished as many, all
+        together = left_now & ~answered & (seg["missed"] == at)
+        answered |= together
+        got_all |= together
 
     limbo = list(fates.limbo)
     order = np.argsort(seg["gone"], kind="stable")

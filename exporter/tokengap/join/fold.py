@@ -304,6 +304,7 @@ def _engine(
             fates, gap = endings.excess(fates, page, own, readings.sockets.at)
     if own is not None:
         died = reading.refused or judgement.restarts > memory.restarts
+        events = readings.sockets.value is None or readings.sockets.value.events
         fates, whole, ran_out = endings.end(
             fates,
             own,
@@ -314,14 +315,15 @@ def _engine(
             beat=readings.topology.interval,
             last=len(hop_names) - 1,
             at_once=memory.ledger.unstreamed >= silent.FEW_UNSTREAMED,
+            events=events,
         )
         own = replace(own, client=np.where(whole, np.int8(CONNECTED), own.client))
         book = ledger.learn_answers(book, own, page, readings.sockets.at, readings.topology.interval)
         limbo = _Limbo(memory.fates.limbo, fates.limbo, ran_out)
         lag = reading.at - readings.sockets.at
         seg = own.segments
-        cut = (seg["ended"] == readings.sockets.at) & ~seg["trial"] & ~np.isnan(seg["answered"]) & (seg["arrived"] == 0)
-        cut &= readings.sockets.value is not None and not readings.sockets.value.events
+        cut = (seg["ended"] == readings.sockets.at) & ~seg["trial"] & (whole | ~np.isnan(seg["answered"]))
+        cut &= (seg["arrived"] == 0) & np.array(not events)
         book, own = _account(book, own, page, gap, hop_names, limbo, lag, readings.topology.interval, cut)
         fates = endings.settled(fates, own, readings.sockets.at)
 
