@@ -36,7 +36,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SERVERS = range(15_000, 32_768)
 #: How many of them a process has for itself. A port that a server has closed on its clients is in use for a minute.
 _BLOCK = 500
-_claims: list[socket.socket] = []
 _random = random.SystemRandom()  # whoever seeds the common one does not mean this
 
 #: Where Debian puts servers, which is on the path of root only.
@@ -221,7 +220,7 @@ def _own_ports(_pid: int) -> Iterator[int]:
         except OSError:
             claim.close()
         else:
-            _claims.append(claim)
+            claim.detach()  # its number stays open, and nobody is to close it
             return itertools.cycle(range(start, start + _BLOCK))
     raise SetupError(f"all ports from {_SERVERS.start} to {_SERVERS.stop} are claimed")
 
