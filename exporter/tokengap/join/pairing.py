@@ -33,6 +33,10 @@ NEARLY_BYTES = 256
 #: Bytes of an answer, header included, from which on others are hardly as long to the byte.
 TELLING_BYTES = 1024
 
+#: How many times as much as the other one side may have of an answer that a proxy writes anew, while it is not known
+#: what its bytes are worth (LiteLLM in its first second: 2.8).
+UNTOLD_TIMES = 4.0
+
 #: Requests to be looked at for such exchanges, in one beat.
 MOST_STEPS = 10_000
 
@@ -82,7 +86,8 @@ def pair(up: Requests, down: Requests, *, tolerance: float, blur: float = 0.0) -
     pairs = _asked_together(up, down, [], tolerance, blur, alike=True)
     by_answer = _heard_together(up, down, pairs, tolerance)
     by_instant = _asked_together(up, down, pairs + by_answer, tolerance, blur, alike=False)
-    pairs += _exchanged(up, down, by_answer + by_instant, pairs, tolerance, blur)
+    loose = _exchanged(up, down, by_answer + by_instant, pairs, tolerance, blur)
+    pairs += _exchanged_late(up, down, loose, pairs, blur)
     pairs += _delayed(up, down, pairs)
     stalled = replace(down, heard=np.where(down.asks, down.heard, np.nan))
     pairs += _heard_together(up, stalled, pairs, tolerance, SLOWEST_PROXY)
@@ -158,6 +163,33 @@ def _exchanged(
     return list(client.items())
 
 
+def _exchanged_late(
+    up: Requests, down: Requests, pairs: list[tuple[int, int]], taken: list[tuple[int, int]], blur: float
+) -> list[tuple[int, int]]:
+    """Exchange among long answers that flow, where as many on both sides are left, as if the proxy had been slow to
+    ask: by chance answers of one burst are as long as others of it."""
+    long_up, long_down = (replace(side, asks=_flows(side)) for side in (up, down))
+    flowing = [(i, j) for i, j in pairs if long_up.asks[i] and long_down.asks[j]]
+    others = [pair for pair in pairs if pair not in flowing]
+    left_up, left_down = (long.asks.copy() for long in (long_up, long_down))
+    left_up[[i for i, _ in pairs + taken]] = left_down[[j for _, j in pairs + taken]] = False
+    if not _as_many(up, down, left_up, left_down):
+        return pairs
+    return others + _exchanged(long_up, long_down, flowing, taken + others, SLOW_REQUEST, blur)
+
+
+def _flows(side: Requests) -> NDArray[np.bool_]:
+    """Mark who has an answer so long that it is no poll's, and gets it now."""
+    return side.answered & side.asks & (side.got > TELLING_BYTES)
+
+
+def _as_many(up: Requests, down: Requests, ups: NDArray[np.bool_], downs: NDArray[np.bool_]) -> bool:
+    """Tell whether as many answers are marked on both sides, any at all, and about as long as each other."""
+    came, got = np.sort(up.got[ups]), np.sort(down.got[downs])
+    alike = len(came) == len(got) and bool((np.maximum(came, got) <= UNTOLD_TIMES * np.minimum(came, got)).all())
+    return alike and len(came) > 0
+
+
 def _heard_together(
     up: Requests, down: Requests, pairs: list[tuple[int, int]], tolerance: float, slow: float = SLOW_ANSWER
 ) -> list[tuple[int, int]]:
@@ -174,11 +206,11 @@ def _heard_together(
 
 def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Match answers that flow to clients that get one, where the proxy took its time to ask: those that are equally
-    long, then in their order; none before its client had asked. Where as many long ones flow on both sides they are
-    each other's, whatever else is known of them."""
-    flows_up, flows_down = (side.answered & side.asks & (side.got > TELLING_BYTES) for side in (up, down))
+    long, then in their order; none before its client had asked. Where as many long ones flow on both sides, about as
+    long as each other, they are each other's, whatever else is known of them."""
+    flows_up, flows_down = _flows(up), _flows(down)
     flows_up[[i for i, _ in pairs]] = flows_down[[j for _, j in pairs]] = False
-    if not flows_up.any() or flows_up.sum() != flows_down.sum():
+    if not _as_many(up, down, flows_up, flows_down):
         flows_up, flows_down = (side.answered & side.asks & side.open for side in (up, down))
     return _in_turn(up, down, flows_up, flows_down, pairs, partial(_asked_before, up, down, after=0.0))
 
