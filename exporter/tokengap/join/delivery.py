@@ -26,6 +26,10 @@ UNTOLD_BYTES = 8192.0
 AGREES = 0.3
 
 
+#: Seconds within which a proxy closes a connection that was reset, once its stream is over.
+TOLD_WITHIN = 3.0
+
+
 @dataclass(frozen=True, slots=True)
 class To:
     """Who each answer is for: the segment at its outer end, the hop there (its index, last the engine), the row of that
@@ -88,8 +92,9 @@ def deliver(
     seg["untold"] = np.where(lost_sight & events, seg["behind"], np.where(down < 0, seg["untold"], 0.0))
 
     # What has ended is settled when all was acknowledged, or its client is gone; until then the kernel still delivers.
-    undelivered = ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)
-    seg["draining"] = ~np.isnan(seg["ended"]) & to.listens & undelivered & (seg["engine"] >= 0)
+    undelivered = to.listens & ~now.ended[down] & (now.rows["wqueue"][down] > 0) & (seg["behind"] > 0)
+    to_be_told = (seg["untold"] > 0) & (at - top["gone"] <= TOLD_WITHIN)
+    seg["draining"] = ~np.isnan(seg["ended"]) & (undelivered | to_be_told) & (seg["engine"] >= 0)
     # The hops in between are done with it and close their sockets: from now on its client is who the outermost one has.
     for column in ("down", "hop", "client", "acked"):
         seg[column] = np.where(seg["draining"], top[column], seg[column])

@@ -467,7 +467,7 @@ def _account(
     book, everyone = ledger.settle(book, everyone, hop_names)
     if page is None:
         seg = everyone.segments
-        unpaid = everyone.only(~np.isnan(seg["ended"]) & (seg["fresh"] > 0) & ~seg["trial"])
+        unpaid = everyone.only(~np.isnan(seg["ended"]) & ~seg["draining"] & (seg["fresh"] > 0) & ~seg["trial"])
         book = replace(book, owed=unpaid.only(np.arange(len(unpaid.segments)) < MOST_OWED))
     return book, everyone.only(np.arange(len(everyone.segments)) < here)
 

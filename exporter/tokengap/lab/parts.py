@@ -221,7 +221,8 @@ def _own_ports(_pid: int) -> Iterator[int]:
             claim.close()
         else:
             claim.detach()  # its number stays open, and nobody is to close it
-            return itertools.cycle(range(start, start + _BLOCK))
+            # In another network namespace somebody may have the same: in no order, these have other ports in use.
+            return itertools.cycle(_random.sample(range(start, start + _BLOCK), k=_BLOCK))
     raise SetupError(f"all ports from {_SERVERS.start} to {_SERVERS.stop} are claimed")
 
 
