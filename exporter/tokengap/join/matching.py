@@ -32,6 +32,9 @@ SEVERAL = 1.5
 #: Bytes through a hop from which on it is known what it makes of them.
 RATIO_TOLD = 256 * 1024
 
+#: Bytes by which the header of an answer differs on both sides of most proxies.
+NEARLY = 32
+
 #: Bytes that the header of an answer has at least.
 HEADER_LEAST = 128
 
@@ -129,10 +132,14 @@ def _claim_closed(
         brief = (carriers >= 0) & now.ended[carriers] & ~now.known[carriers]
         earliest = np.where(brief, -np.inf, burst.asked_up[asking])
         over = ~np.isnan(seg["ended"][burst.rows[asking]]) | burst.over[asking]
+        newest = np.where(over | (carriers < 0), -np.inf, now.track["grew"][carriers])
         for i, j in by_volume(up, down, tolerance=0.0):
             if brief_of_over and not now.known[clients[j]] and not over[i]:
                 continue
-            if not now.known[clients[j]] or ends[j] >= earliest[i]:  # else it had left by then
+            # Else it had left by then, or it would have bytes that came after it had. Where it has as many to the byte
+            # instants may be farther apart: a dump takes its time.
+            slip = 3 * SAME_INSTANT if abs(up.whole[i] - down.whole[j]) <= NEARLY else SAME_INSTANT
+            if not now.known[clients[j]] or earliest[i] <= ends[j] >= newest[i] - slip:
                 _join(seg, burst.rows[asking[i]], now, clients[j], hop)
 
 
