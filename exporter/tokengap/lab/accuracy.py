@@ -183,15 +183,21 @@ _RESET = (
     "was not acknowledged"
 )
 
+_ORDER = (
+    "What HAProxy's queue held goes on when a slot is free, and nothing but the order tells whose it is until the "
+    "answer comes, at once: one of the three leavers was taken for one who stayed, and 100 tokens hang on each"
+)
+
 #: Why a cell misses its bar, found in recordings of its beats (tests/recorded/matrix): by way, column and kind, the
 #: first that fits; "*" is any.
 REASONS: dict[tuple[str, str, str], str] = {
+    ("*", "vanish", "*"): _LATE,
     ("litellm", "*", "*"): _UNPAIRED,
     ("litellm-leaking", "*", "*"): _UNPAIRED,
-    ("*", "vanish", "streamed"): _LATE,
     ("*", "half-close", "*"): _WAITS,
     ("haproxy", "*", "streamed"): _RESET,
     ("haproxy-maxconn", "*", "streamed"): _RESET,
+    ("haproxy-maxconn", "queued", "whole"): _ORDER,
 }
 
 #: Why whole modes do.
