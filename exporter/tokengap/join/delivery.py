@@ -25,7 +25,6 @@ UNTOLD_BYTES = 8192.0
 #: The share by which amounts of a beat may differ from what is known of a hop, and tell more of it.
 AGREES = 0.3
 
-
 #: Seconds within which a proxy closes a connection that was reset, once its stream is over.
 TOLD_WITHIN = 3.0
 
@@ -82,7 +81,8 @@ def deliver(
     # answer lacks nothing, whatever was measured since then.
     rest = seg["supply"] - top["acked"] * worth
     whole = (client == GONE) & ~to.direct & ~top["shared"] & (np.abs(rest) <= LAST_BYTES)
-    lacks = np.where(whole, np.minimum(seg["lag"] - seg["level"], rest), seg["lag"] - seg["level"])
+    lacks = seg["lag"] - seg["level"]
+    lacks = np.where(whole, np.minimum(lacks, rest), lacks)
     seg["behind"] = np.where(seen, np.clip(lacks, 0, everything), everything)
 
     fin = (down >= 0) & ~now.ended[down] & (client == GONE)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import VANISHED
-from tokengap.join.segments import HEADER_USUAL, Owned, all_but_the_last, in_flight
+from tokengap.join.segments import HEADER_USUAL, Owned, all_but_the_last, in_flight, passed_by
 from tokengap.join.silent import Left
 from tokengap.readings import EnginePage
 from tokengap.view import Ending
@@ -130,7 +130,7 @@ def end(
         add(int(streams.entered[i]), "cancelled")
     # A little that came at once, on a connection that stays or stayed a while: a poll, or a refusal. The model has not
     # worked for it.
-    came = (seg["supply"] > 0) | ((seg["base_up"] > 0) & (seg["grew"] >= seg["asked"]))
+    came = (seg["supply"] > 0) | passed_by(seg)
     brief = there & ~answered & (np.isnan(seg["missed"]) | (came & (seg["asked"] < at - beat))) & ~np.array(died)
     for i in np.setdiff1d(np.flatnonzero(there & ~brief), reset):
         add(int(streams.entered[i]), "completed" if whole[i] else "failed")

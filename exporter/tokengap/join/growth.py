@@ -7,7 +7,7 @@ the engine's headers are, and from what each client got.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,20 +16,20 @@ from tokengap.join.client import GONE
 from tokengap.join.segments import (
     HEADER_MOST,
     HEADER_SECONDS,
+    HEADER_SLIP,
     SAME_INSTANT,
     Segments,
     body,
     got_more_than_came,
+    headers_of,
+    passed_by,
     seems_over,
 )
-from tokengap.join.sockets import Sides, Tracked, ages, caller_keys, connection_keys, locate, on_this_host
+from tokengap.join.sockets import Sides, Tracked, ages, caller_keys, connection_keys, locate, locate_among, on_this_host
 from tokengap.readings import CLOSE_WAIT, FIN_WAIT1
 
 #: Seconds after a question from which on what is sent is another one, if an answer came in between.
 ANOTHER = 0.1
-
-#: Bytes by which headers differ on both sides of a proxy, about.
-SLIP = 32
 
 #: How many of an engine's headers are remembered.
 HEADERS_KEPT = 32
@@ -121,15 +121,17 @@ def grow(
     closing = here & ~now.ended[rows] & ((tcp == FIN_WAIT1) | ((tcp == CLOSE_WAIT) & ~carriers.direct[rows]))
     came = _came(before, seg, now, carriers, engine_side)
     arrived = np.where(closing & (came.answer == 1), 0, came.answer)  # the peer's FIN counts as a byte
-    header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
-    header = np.where(seg["engine"] >= 0, header, 0)
+    came = replace(came, answer=arrived)
+    header = headers_of(seg, headers)
     most = np.where(header > 0, 2 * header, HEADER_MOST)
-    asked_again, passed_by = _asked_again(before, seg, now, came, arrived, most, at)
-    old = _of_the_old(before, seg, now, carriers, arrived, header, at)
+    unseen = flying & mute & passed_by(seg)
+    asked_again = _asked_again(before, seg, now, came, unseen, arrived > most, at)
     # A poll's answer came at once, as the next one's did now.
-    at_once = passed_by | (mute & (seg["supply"] <= most) & (header > 0) & carriers.early[rows])
+    at_once = unseen | (mute & (seg["supply"] <= most) & (header > 0) & carriers.early[rows])
     poll = asked_again & at_once & (arrived <= most)
-    arrived = np.where(poll, 0, np.where(asked_again, old, arrived))
+    if asked_again.any():
+        old = _of_the_old(before, seg, now, carriers, arrived, header, at)
+        arrived = np.where(poll, 0, np.where(asked_again, old, arrived))
     seg["trial"] |= poll
 
     already = body(seg)
@@ -172,12 +174,10 @@ def _came(before: Before, seg: Segments, now: Tracked, carriers: Carriers, engin
     answer = np.where(flying, carriers.d_answer[rows], 0)
     # A socket that its own process reset (HAProxy does) is wiped before its end is told. The engine's end is not.
     ends = now.rows[now.ended & engine_side]
-    keys = connection_keys(ends)
-    order = np.argsort(keys)
-    far = locate(keys[order], seg["far_end"])
+    far = locate_among(connection_keys(ends), seg["far_end"])
     told = flying & (rows < 0) & (far >= 0)
     if told.any() and before.track is not None:
-        end = ends[order][far[told]]
+        end = ends[far[told]]
         past = before.track[locate(before.track["cookie"], seg["carrier"][told])]
         sent = np.where(past["cookie"] == seg["carrier"][told], past["sent"], end["bytes_received"])
         question[told] = end["bytes_received"] - sent
@@ -191,26 +191,24 @@ def _asked_again(
     seg: Segments,
     now: Tracked,
     came: _Came,
-    arrived: NDArray[np.int64],
-    most: NDArray[np.int64],
+    unseen: NDArray[np.bool_],
+    much: NDArray[np.bool_],
     at: float,
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Mark the streams whose carrier brought another question, and those that had been answered without its showing.
+) -> NDArray[np.bool_]:
+    """Mark the streams whose carrier brought another question.
 
-    More than a header, or ``most``, is an answer, and so is anything to a question that stood for a while. What was
-    asked after it is another question.
+    More than a header (``much``) is an answer, as is anything to a question that stood for a while, and one that was
+    given to the request before it (``unseen``). What was asked after it is another question.
     """
     rows = now.find(seg["carrier"])
     flying, answered = np.isnan(seg["ended"]), ~np.isnan(seg["answered"])
     stood = seg["asked"] < before.at - (at - before.at) / 2
-    spoken = (seg["supply"] > 0) | answered | (arrived > most) | ((arrived > 0) & stood)
-    # So is what the request before it was given, for it came in one beat with that one's.
-    passed_by = flying & ~answered & (seg["supply"] == 0) & (seg["base_up"] > 0) & (seg["grew"] >= seg["asked"])
+    spoken = (seg["supply"] > 0) | answered | much | ((came.answer > 0) & stood) | unseen
     # Of a socket that is destroyed the instant is not known, and a FIN counts as a byte.
     destroyed = now.ended[rows] | came.told
     later = np.where(destroyed, came.question > 1, now.track["asked"][rows] > seg["asked"] + ANOTHER)
     asked = flying & ((rows >= 0) | came.told) & (came.question > 0)
-    return asked & later & (spoken | passed_by), passed_by
+    return np.asarray(asked & later & spoken, dtype=np.bool_)
 
 
 def _of_the_old(
@@ -243,7 +241,7 @@ def _of_the_old(
     whole = seg["from_up"] + (got - seg["from_down"]) * worth - seg["owed"] + np.minimum(seg["level"], 0)
     old = np.where(told, np.clip(np.round(whole - seg["supply"]), 0, arrived), by_time).astype(np.int64)
     # The beginning of the new one may be its header.
-    header = told & (known_header > 0) & (np.abs(arrived - old - known_header) <= SLIP)
+    header = told & (known_header > 0) & (np.abs(arrived - old - known_header) <= HEADER_SLIP)
     return np.where(header, np.maximum(arrived - known_header, 0), old)
 
 

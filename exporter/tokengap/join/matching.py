@@ -16,6 +16,7 @@ from tokengap.join.pairing import SLOW_REQUEST, TELLING_BYTES, Amounts, Requests
 from tokengap.join.segments import (
     HEADER_MOST,
     HEADER_SECONDS,
+    HEADER_SLIP,
     HEADER_USUAL,
     HELD_BACK,
     OWNED,
@@ -31,9 +32,6 @@ SEVERAL = 1.5
 
 #: Bytes through a hop from which on it is known what it makes of them.
 RATIO_TOLD = 256 * 1024
-
-#: Bytes by which the header of an answer differs on both sides of most proxies.
-NEARLY = 32
 
 #: Bytes that the header of an answer has at least.
 HEADER_LEAST = 128
@@ -138,7 +136,7 @@ def _claim_closed(
                 continue
             # Else it had left by then, or it would have bytes that came after it had. Where it has as many to the byte
             # instants may be farther apart: a dump takes its time.
-            slip = 3 * SAME_INSTANT if abs(up.whole[i] - down.whole[j]) <= NEARLY else SAME_INSTANT
+            slip = 3 * SAME_INSTANT if abs(up.whole[i] - down.whole[j]) <= HEADER_SLIP else SAME_INSTANT
             if not now.known[clients[j]] or earliest[i] <= ends[j] >= newest[i] - slip:
                 _join(seg, burst.rows[asking[i]], now, clients[j], hop)
 

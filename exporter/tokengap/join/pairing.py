@@ -130,6 +130,9 @@ def _exchanged(
     From each request without a client by way of those that have one which it might have, to a client without a request:
     an augmenting path, breadth first.
     """
+    alone = _free(up, [i for i, _ in pairs + taken], None)
+    if not alone:
+        return pairs
     client, request = dict(pairs), {j: i for i, j in pairs}
     asking = down.asks.copy()
     asking[[j for _, j in taken]] = False
@@ -139,7 +142,7 @@ def _exchanged(
     last = np.searchsorted(asked, up.asked + AT_ONCE + blur, side="right")
     tried = np.zeros(len(clients), dtype=np.bool_)  # what leads nowhere does so from everywhere
     steps = 0
-    for start in _free(up, [i for i, _ in pairs + taken], None):
+    for start in alone:
         came_from: dict[int, int] = {}
         way = deque([start])
         found: int | None = None
@@ -168,19 +171,28 @@ def _exchanged_late(
 ) -> list[tuple[int, int]]:
     """Exchange among long answers that flow, where as many on both sides are left, as if the proxy had been slow to
     ask: by chance answers of one burst are as long as others of it."""
-    long_up, long_down = (replace(side, asks=_flows(side)) for side in (up, down))
-    flowing = [(i, j) for i, j in pairs if long_up.asks[i] and long_down.asks[j]]
-    others = [pair for pair in pairs if pair not in flowing]
-    left_up, left_down = (long.asks.copy() for long in (long_up, long_down))
-    left_up[[i for i, _ in pairs + taken]] = left_down[[j for _, j in pairs + taken]] = False
-    if not _as_many(up, down, left_up, left_down):
+    if not _as_many(up, down, *_left_flowing(up, down, pairs + taken)):
         return pairs
+    long_up, long_down = (replace(side, asks=_flows(side)) for side in (up, down))
+    flowing: list[tuple[int, int]] = []
+    others: list[tuple[int, int]] = []
+    for i, j in pairs:
+        (flowing if long_up.asks[i] and long_down.asks[j] else others).append((i, j))
     return others + _exchanged(long_up, long_down, flowing, taken + others, SLOW_REQUEST, blur)
 
 
 def _flows(side: Requests) -> NDArray[np.bool_]:
     """Mark who has an answer so long that it is no poll's, and gets it now."""
     return side.answered & side.asks & (side.got > TELLING_BYTES)
+
+
+def _left_flowing(
+    up: Requests, down: Requests, pairs: list[tuple[int, int]]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Mark, on both sides, the long answers that flow and are in no pair."""
+    left_up, left_down = _flows(up), _flows(down)
+    left_up[[i for i, _ in pairs]] = left_down[[j for _, j in pairs]] = False
+    return left_up, left_down
 
 
 def _as_many(up: Requests, down: Requests, ups: NDArray[np.bool_], downs: NDArray[np.bool_]) -> bool:
@@ -208,8 +220,7 @@ def _delayed(up: Requests, down: Requests, pairs: list[tuple[int, int]]) -> list
     """Match answers that flow to clients that get one, where the proxy took its time to ask: those that are equally
     long, then in their order; none before its client had asked. Where as many long ones flow on both sides, about as
     long as each other, they are each other's, whatever else is known of them."""
-    flows_up, flows_down = _flows(up), _flows(down)
-    flows_up[[i for i, _ in pairs]] = flows_down[[j for _, j in pairs]] = False
+    flows_up, flows_down = _left_flowing(up, down, pairs)
     if not _as_many(up, down, flows_up, flows_down):
         flows_up, flows_down = (side.answered & side.asks & side.open for side in (up, down))
     return _in_turn(up, down, flows_up, flows_down, pairs, partial(_asked_before, up, down, after=0.0))

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokengap.join.client import CONNECTED
-from tokengap.join.segments import HEADER_SECONDS, SAME_INSTANT, Segments, in_flight
+from tokengap.join.segments import HEADER_SECONDS, SAME_INSTANT, Segments, headers_of, in_flight
 from tokengap.join.sockets import Tracked, ages
 from tokengap.readings import ESTABLISHED
 
@@ -83,7 +83,7 @@ def end_finished(
 
     # A header of the size that this engine is known to send belongs to a stream that waits; an answer that is as small
     # and is not that is likely a poll.
-    known_header = headers[seg["engine"]] if len(headers) else np.zeros(len(seg), dtype=np.int64)
+    known_header = headers_of(seg, headers)
     as_known = mute & (known_header > 0) & (seg["supply"] == known_header)
     just_closed = (seg["down"] > 0) & np.isnan(seg["gone"]) & ((rows < 0) | now.ended[rows])
     cut = just_closed & now.ended[now.find(seg["carrier"])]  # both sides at once: finished, or not

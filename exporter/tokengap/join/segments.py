@@ -29,6 +29,9 @@ HELD_BACK = 16 * 1024
 #: difference.
 TAIL_BYTES, TAIL_SHARE = 1024, 0.05
 
+#: Bytes by which the header of an answer differs on both sides of most proxies.
+HEADER_SLIP = 32
+
 #: What a client that closed may lack and count as one that has all: its last token, and the small answer to a poll that
 #: came after it on the same connection.
 LAST_BYTES = 512
@@ -118,6 +121,19 @@ def body(segments: Segments) -> NDArray[np.int64]:
     """Return the answer bytes of each stream that are not its header."""
     header = np.where(segments["header"] > 0, segments["header"], HEADER_USUAL)
     return np.asarray(np.maximum(segments["supply"] - header, 0), dtype=np.int64)
+
+
+def headers_of(segments: Segments, headers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each stream the size of its engine's header, of ``headers`` by engine; 0 where it is not known."""
+    if not len(headers):
+        return np.zeros(len(segments), dtype=np.int64)
+    return np.where(segments["engine"] >= 0, headers[segments["engine"]], 0)
+
+
+def passed_by(segments: Segments) -> NDArray[np.bool_]:
+    """Mark the streams whose answer was given to the request before them, for it came in one beat with that one's."""
+    later = (segments["base_up"] > 0) & (segments["grew"] >= segments["asked"])
+    return np.asarray((segments["supply"] == 0) & later, dtype=np.bool_)
 
 
 def all_but_the_last(segments: Segments) -> NDArray[np.bool_]:

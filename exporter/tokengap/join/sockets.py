@@ -62,6 +62,13 @@ def locate(cookies: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[n
     return np.where(cookies[rows] == wanted, rows, -1)
 
 
+def locate_among(keys: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.intp]:
+    """Return for each wanted key its place in ``keys``, which are in no order, or -1."""
+    order = np.argsort(keys)
+    found = locate(keys[order], wanted)
+    return np.where(found >= 0, order[found], -1) if len(keys) else found
+
+
 @dataclass(frozen=True, slots=True)
 class Tracked:
     """The sockets of this beat, sorted by cookie, with what changed. Rows of all columns correspond.

@@ -35,6 +35,7 @@ from tokengap.join.segments import (
     Segments,
     all_but_the_last,
     body,
+    headers_of,
     stays,
 )
 from tokengap.join.signs import Signs, Talk, listen, note_leavers, signs
@@ -46,6 +47,7 @@ from tokengap.join.sockets import (
     connection_keys,
     follow,
     locate,
+    locate_among,
     nobody,
     remember,
     sides,
@@ -296,10 +298,8 @@ def _move_to_engines(seg: Segments, now: Tracked, carriers: Carriers, hop: int) 
     ends = np.flatnonzero(carriers.direct & ~now.ended)
     if not len(moving) or not len(ends):
         return
-    keys = connection_keys(now.rows[ends])
-    order = np.argsort(keys)
-    found = locate(keys[order], seg["far_end"][moving])
-    moving, ends = moving[found >= 0], ends[order[found[found >= 0]]]
+    found = locate_among(connection_keys(now.rows[ends]), seg["far_end"][moving])
+    moving, ends = moving[found >= 0], ends[found[found >= 0]]
     fresh = ~now.among(seg["carrier"][np.isnan(seg["ended"])])[ends]
     moving, ends = moving[fresh], ends[fresh]
     seg["far_end"][moving] = connection_keys(now.rows[ends], reverse=True)
@@ -379,10 +379,10 @@ def _born(
     passed = ~now.ended[at_rows] & (question_age >= 0) & (not first_beat)
     whole = passed & (answer_age > question_age + TICKS)
     # The newest of them may be this one's header: what came in one tick with the question is no more.
-    known_header = np.where(born["engine"] >= 0, headers[born["engine"]], 0) if len(headers) else np.zeros(len(born))
+    known_header = headers_of(born, headers)
     but_header = passed & ~whole & (answer_age >= question_age - TICKS) & (known_header > 0)
     but_header &= answer - base > known_header
-    passed_by = np.where(whole, answer - base, np.where(but_header, answer - base - known_header, 0)).astype(np.int64)
+    passed_by = np.where(whole, answer - base, np.where(but_header, answer - base - known_header, 0))
     base += passed_by
     born["id"] = state.next_id + np.arange(len(at_rows))
     born["carrier"] = rows["cookie"][at_rows]
@@ -402,7 +402,7 @@ def _born(
     born["base_up"] = base
     born["supply"] = born["arrived"] = answer - base
     waiting = waiting[at_rows] & (born["supply"] <= HEADER_MOST)
-    born["header"] = np.where(waiting, born["supply"], np.where(born["engine"] >= 0, known_header, 0))
+    born["header"] = np.where(waiting, born["supply"], known_header)
     born["fresh"] = np.where(waiting, 0, body(born))
     born["answered"] = np.where(waiting, np.nan, at)
     born["grew"] = now.track["grew"][at_rows]
