@@ -17,6 +17,7 @@ import pytest
 
 from tokengap.config.web import CIPHERS
 from tokengap.errors import SettingsError
+from tokengap.web import access as access_module
 from tokengap.web.access import Access, followed, read_access
 from tokengap.web.guard import Guard
 from tokengap.web.routes import make_app
@@ -333,6 +334,36 @@ async def test_a_file_that_an_editor_empties_first(tmp_path: Path):
             file.write_text(f"basic_auth_users: {{{name}: {HASH}}}")
             await until(lambda name=name: taken[-1:] == [{name}])
     assert taken == [{"bob"}, {"carol"}] * 5
+
+
+async def test_a_file_that_is_emptied_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What it said in that moment is not believed either, right or wrong: it is read again."""
+    file = tmp_path / "web.yml"
+    text = f"basic_auth_users: {{alice: {HASH}}}"
+    file.write_text(text)
+    before, taken, over = read_access(file), [], []
+    moments = ["", "basic_auth_users: {alice: hunter2}"]
+
+    def read(path: Path) -> Access:
+        if not moments:
+            return read_access(path)
+        moment = moments.pop(0)
+        path.write_text(moment)
+        try:
+            return read_access(path)
+        finally:
+            path.write_text(text)
+            over.append(moment)
+
+    async def take(access: Access) -> None:
+        taken.append(set(access.users))
+
+    monkeypatch.setattr(access_module, "read_access", read)
+    async with followed(before, take, every=0.01):
+        await until(lambda: len(over) == 2)
+        file.write_text(f"basic_auth_users: {{bob: {HASH}}}")
+        await until(lambda: taken)
+    assert taken == [{"bob"}]
 
 
 async def test_a_changed_file(certificates: Path, caplog: pytest.LogCaptureFixture):

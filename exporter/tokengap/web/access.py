@@ -141,9 +141,9 @@ async def followed(access: Access, take: Take, every: float = LOOK_EVERY) -> Asy
 async def _follow(access: Access, take: Take, every: float) -> None:
     """Look for ever. What cannot be read is said once, and changes nothing.
 
-    A change is taken once the files have stood still between two looks: an editor empties a file before it writes it,
-    and an empty one would let everybody in. Certificates are renewed file by file, so one that does not fit its key yet
-    is looked at again.
+    A change is taken once the files have stood still between two looks, and until they were read: an editor empties a
+    file before it writes it, and an empty one would let everybody in. Certificates are renewed file by file, so one
+    that does not fit its key yet is looked at again.
     """
     seen: list[tuple[int, ...]] | None = None
     taken: list[tuple[int, ...]] | None = None
@@ -153,19 +153,33 @@ async def _follow(access: Access, take: Take, every: float) -> None:
         if stamps == seen and (stamps != taken or complaint):
             taken = stamps
             try:
-                new = await asyncio.to_thread(read_access, access.files[0])
-                if new != access:
+                new = await asyncio.to_thread(_read_still, access.files, stamps)
+                if new is not None and new != access:
                     await take(new)
             except (SettingsError, OSError) as error:
                 if str(error) != complaint:
                     log.error("the web configuration is not taken, the one before still holds: %s", error)
                 complaint = str(error)
             else:
-                if new != access or complaint:
-                    log.info("the web configuration is read again", extra={"file": access.files[0]})
-                access, complaint = new, ""
+                if new is None:
+                    taken = None
+                else:
+                    if new != access or complaint:
+                        log.info("the web configuration is read again", extra={"file": access.files[0]})
+                    access, complaint = new, ""
         seen = stamps
         await asyncio.sleep(every)
+
+
+def _read_still(files: tuple[Path, ...], stamps: list[tuple[int, ...]]) -> Access | None:
+    """Read the files, None where they have changed by then."""
+    try:
+        found = read_access(files[0])
+    except (SettingsError, OSError):
+        if _stamps(files) != stamps:
+            return None
+        raise
+    return found if _stamps(files) == stamps else None
 
 
 def _stamps(files: tuple[Path, ...]) -> list[tuple[int, ...]]:
